@@ -30,6 +30,9 @@ _HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", 
 _HARMONY_MARK = re.compile("(" + "|".join(map(re.escape, _HARMONY)) + ")")
 _HARMONY_TURN = "<|start|>assistant"
 
+CALL = ("<tool_call>", "</tool_call>")
+"""Marks of a call, which some tokenizers have as special tokens: kept like those of thinking."""
+
 _MOST_BEFORE = 32
 """Tokens before the response that are read: a template opens the thinking with its last ones."""
 
@@ -50,6 +53,8 @@ def marked_text(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, before: Sequence[int]
 ) -> str:
     """Text of a response without special tokens, its thinking between `<think>` and `</think>`.
+
+    Marks of calls (`CALL`) stay.
 
     Args:
         tokenizer: the policy's.
@@ -77,10 +82,10 @@ def marked_text(
 
 @functools.lru_cache(maxsize=8)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[frozenset[int], frozenset[str]]:
-    """Special tokens that a text leaves out, and the marks of thinking that are tokens."""
+    """Special tokens that a text leaves out, and the marks that are tokens."""
     added = tokenizer.added_tokens_decoder
     special = special_tokens(tokenizer).keys()
-    known = {OPEN, CLOSE, *_SPELLINGS, *_HARMONY}
+    known = {OPEN, CLOSE, *_SPELLINGS, *_HARMONY, *CALL}
     marks = {number: str(one) for number, one in added.items() if str(one) in known}
     return frozenset(special - marks.keys()), frozenset(marks.values())
 
@@ -116,4 +121,4 @@ def _of_channels(text: str) -> str:
     return thought if answer is None else thought + CLOSE + answer
 
 
-__all__ = ["final_answer", "marked_text", "special_tokens"]
+__all__ = ["CALL", "CLOSE", "final_answer", "marked_text", "special_tokens"]

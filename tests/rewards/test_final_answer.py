@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import pytest
 from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import verifiers
-from gapo_megatron.rewards.final_answer import final_answer, marked_text
+from gapo_megatron.rewards.final_answer import CALL, final_answer, marked_text
 from gapo_megatron.rollout.agents.choices import ChoiceWriter
 from gapo_megatron.rollout.agents.requests import MODEL, read_request
 from gapo_megatron.rollout.chat import ChatTemplate
@@ -213,9 +214,14 @@ def test_each_turn_has_its_own_thinking() -> None:
         assert final_answer(text) is None
 
 
-def test_an_agent_sees_the_thinking_marked() -> None:
-    """What it returns of a message is then judged as the model's own turn would be."""
-    tokenizer = copy.deepcopy(byte_level("<think>", "</think>", "<|im_start|>"))
+@pytest.mark.parametrize("are_tokens", [(), CALL])
+def test_an_agent_sees_the_thinking_marked(are_tokens: tuple[str, ...]) -> None:
+    """What it returns of a message is then judged as the model's own turn would be.
+
+    A call that is only thought of is none.
+    """
+    marks = ("<think>", "</think>", "<|im_start|>", *are_tokens)
+    tokenizer = copy.deepcopy(byte_level(*marks))
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
         "<|im_start|>assistant\n<think>\n"
@@ -224,12 +230,16 @@ def test_an_agent_sees_the_thinking_marked() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     body = {"model": MODEL, "messages": [{"role": "user", "content": "?"}], "tools": [tool]}
     request = read_request(body, overrule=lambda *_: None, has_grammars=False)
-    for call in ("", '<tool_call>{"name": "f"}</tool_call>'):
-        turn = encode(tokenizer, f"a</think>b{call}<|im_end|>")
+    for thought, call in itertools.product(
+        ("a", "a<tool_call>{}</tool_call>", "a <tool_call>"),
+        ("", CALL[0] + '{"name": "f"}' + CALL[1]),
+    ):
+        turn = encode(tokenizer, f"{thought}</think>b{call}<|im_end|>")
         nothing = [0.0] * len(turn), [()] * len(turn)
         choice = ChoiceWriter(tokenizer, ()).choice(turn, *nothing, before=before, request=request)
         message = choice["message"]
-        assert message["content"] == "<think>a</think>b" and ("tool_calls" in message) == bool(call)
+        assert message["content"] == f"<think>{thought}</think>b"
+        assert len(message.get("tool_calls", ())) == bool(call)
 
 
 def test_a_verifier_may_take_the_whole_response(tmp_path: Path, monkeypatch: Any) -> None:

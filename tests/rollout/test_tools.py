@@ -16,7 +16,7 @@ from gapo_megatron.config import DataConfig, EnvironmentConfig, RewardConfig
 from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.rewards.final_answer import special_tokens
+from gapo_megatron.rewards.final_answer import CALL, special_tokens
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.engine import Completion
 from gapo_megatron.rollout.environments import tools as tools_module
@@ -103,6 +103,24 @@ def test_each_call_of_a_turn_has_its_result_in_order() -> None:
     assert said_to(few, calls, call("calculator", expression="1")) is not None
     assert said_to(few, calls, calls) is None
     assert tools.judge(episode_of("\\boxed{1}", "it is 84")) == ("it is 84", "84")
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, byte_level(*CALL, "<think>", "</think>")])
+def test_calls_in_thinking_are_drafts(tokenizer: Any) -> None:
+    """They have no results and do not count, whoever has opened the thinking."""
+    one, thought = call("calculator", expression="12*7"), call("calculator", expression="1+1")
+    tools = Tools(tokenizer, max_calls=2)
+
+    def results(*turns: str) -> str | None:
+        found = tools.respond(episode_of(*turns, tokenizer=tokenizer))
+        return None if found is None else str(tokenizer.decode(list(found)))
+
+    for begun in ("<think>", ""):
+        assert results(f"{begun}{thought}</think>It is 84.") is None
+        turn = f"{begun}{thought * 3}, or <tool_call></think>{one}"
+        assert results(turn) == results(turn, turn) == "<tool_response>84</tool_response>"
+        assert results(turn, turn, turn) is None
+    assert results(f"<think>{thought}") is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gapo_megatron.rewards.final_answer import marked_text, special_tokens
+from gapo_megatron.rewards.final_answer import CALL, CLOSE, marked_text, special_tokens
 from gapo_megatron.rollout.environments.tools import find_calls
 
 if TYPE_CHECKING:
@@ -70,15 +70,15 @@ class ChoiceWriter:
         text = marked_text(self._tokenizer, turn, before=before)
         whole = str(self._tokenizer.decode([*turn]))
         if stop := [one for one in request["stop"] if one in whole]:
-            text, whole = _cut(text, stop), _cut(whole, stop)
+            text = _cut(text, stop)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if not request["tools"] or request["tool_choice"] == "none":
             return message
-        calls = [_read_call(one) for one in find_calls(whole)]
+        calls = [_read_call(one) for one in find_calls(text)]
         if not calls or None in calls:
             return message
-        shown = text if "<tool_call>" in text else whole  # it may be a special token
-        message["content"] = shown.partition("<tool_call>")[0].strip() or None
+        thought, ended, said = text.rpartition(CLOSE)
+        message["content"] = f"{thought}{ended}{said.partition(CALL[0])[0]}".strip() or None
         message["tool_calls"] = []
         for call in calls:
             self._num_calls += 1

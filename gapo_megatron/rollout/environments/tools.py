@@ -19,15 +19,15 @@ from gapo_megatron.data.messages import special_pattern, without_special
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.isolation import SYSTEM_PYTHON
 from gapo_megatron.rewards.code import check_programs, run_program
+from gapo_megatron.rewards.final_answer import CALL, final_answer
 from gapo_megatron.rollout.chat import ChatTurns, cut_middle
 from gapo_megatron.rollout.environments.one_turn import OneTurn
-from gapo_megatron.rollout.turns import last_turn
+from gapo_megatron.rollout.turns import messages
 from gapo_megatron.types import Episode, TurnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TOOLS = {"calculator": "expression", "python": "code"}
 """Argument of each tool."""
 _MOST_CHARACTERS = 2000
@@ -39,9 +39,9 @@ _MOST_DIGITS = 4000
 class Tools(OneTurn):
     """Runs the calls of each turn of the model; a turn without a call ends the episode.
 
-    A call that cannot be read, or whose program fails, has an error as its result, which the model
-    may learn from. The prompt's text says which tools there are. The verifier reads the last turn
-    only: results of tools are not the model's.
+    A call in its thinking is a draft. One that cannot be read, or whose program fails, has an error
+    as its result, which the model may learn from. The prompt's text says which tools there are. The
+    verifier reads the last turn only: results of tools are not the model's.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Tools(OneTurn):
         self, episode: Episode
     ) -> Sequence[int] | tuple[Sequence[int], TurnSettings] | None:
         """The results of the turn's calls, in order; None without a call."""
-        calls = find_calls(self._decode(last_turn(episode).tolist()))
-        earlier = self._decode(episode.token_ids[episode.is_sampled].tolist())
-        if not calls or len(find_calls(earlier)) > self._max_calls:
+        turns = [one for one in messages(self._tokenizer, episode) if one["role"] == "assistant"]
+        *earlier, calls = (find_calls(one["content"]) for one in turns)
+        if not calls or sum(map(len, earlier)) + len(calls) > self._max_calls:
             return None
         results, num_cut = list[str](), 0
         for call in calls:
@@ -144,16 +144,18 @@ class Tools(OneTurn):
             text = f"{text[:half]} ... {text[-half:]}"
         return without_special(text, self._special)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens))
-
 
 def find_calls(text: str) -> list[str]:
-    """What is between `<tool_call>` and the next `</tool_call>`, in order; linear in the text."""
-    calls, start = [], text.find(_OPEN)
-    while start >= 0 and (end := text.find(_CLOSE, start + len(_OPEN))) >= 0:
-        calls.append(text[start + len(_OPEN) : end])
-        start = text.find(_OPEN, end + len(_CLOSE))
+    """What is between `<tool_call>` and the next `</tool_call>`, in order; linear in the text.
+
+    Args:
+        text: a turn as `marked_text` has it; calls in its thinking do not count.
+    """
+    text, (opening, closing) = final_answer(text) or "", CALL
+    calls, start = [], text.find(opening)
+    while start >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        calls.append(text[start + len(opening) : end])
+        start = text.find(opening, end + len(closing))
     return calls
 
 

@@ -356,6 +356,7 @@ def f():
     yield signal.getsignal(signal.SIGCHLD) == 0
     signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01)
     yield signal.pause() is None and signal.sigtimedwait({signal.SIGALRM}, 0) is None
+    yield len(str(10**5000)) == 5001 and int("9" * 5000) + 1 == 10**5000
 import os
 print([n for n, holds in enumerate(f()) if not holds])
 """

@@ -103,6 +103,8 @@ def load(program: dict[str, str], name: str) -> dict[str, Any]:
     sys.modules[name] = module
     sys.argv[:] = ["program.py"]  # in place: `argv` was star-imported
     sys.setrecursionlimit(RECURSION_LIMIT)
+    if hasattr(sys, "set_int_max_str_digits"):  # from Python 3.10.7 on it refuses 4,301 digits
+        sys.set_int_max_str_digits(0)
     # Into the builtins, not the module: tests may call only what the program itself defines.
     vars(builtins).update(common_names(), ListNode=ListNode, TreeNode=TreeNode)
     exec(program["prelude"], module.__dict__)

@@ -70,7 +70,10 @@ def find_end_tokens(
     tail = _end_of_turn(tokenizer) if data.chat_template else ""
     turn_end = _first_token(tokenizer, tail)
     for text in data.end_tokens:
-        found = tokenizer.encode(text, add_special_tokens=False)
+        try:
+            found = tokenizer.encode(text, add_special_tokens=False)
+        except ConfigError as error:  # the model has no such token
+            raise ConfigError(f"data.end_tokens ({text!r}): {error}") from None
         if len(found) != 1:
             raise ConfigError(
                 f"data.end_tokens ({text!r}) must be a single token of the tokenizer, not "

@@ -105,7 +105,7 @@ def read_prompts(
         DataError: names the file, the line and the broken rule; for answers that the verifier
             cannot read, their number and the first lines. Or a row lacks a column that its verifier
             requires.
-        ConfigError: the tokenizer's chat template refuses a row.
+        ConfigError: the tokenizer or its chat template refuses a row.
     """
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
@@ -266,7 +266,7 @@ def encode_problem(
 
     Raises:
         DataError: the prompt has no token, or too many.
-        ConfigError: see `messages.render`.
+        ConfigError: see `encode_prompt`.
     """
     try:
         return encode_prompt(
@@ -281,7 +281,7 @@ def encode_problem(
             f"{where}: the prompt of {id[:60]!r} has {error}; "
             f"{setting} allows 1 to {data.max_prompt_tokens}"
         ) from None
-    except ConfigError as error:  # the template refuses these messages
+    except ConfigError as error:  # the template or the tokenizer refuses these messages
         raise ConfigError(f"{where}: {error}") from error
 
 
@@ -373,7 +373,8 @@ def encode_prompt(
 
     Raises:
         LengthError: no token, or more than `max_tokens`.
-        ConfigError: see `messages.render`.
+        ConfigError: see `messages.render`; or a token that the model does not have
+            (`open_tokenizer`).
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     text = messages[-1]["content"]
@@ -382,7 +383,7 @@ def encode_prompt(
         if system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         text = render(messages, tokenizer)
-    token_ids = tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=not chat_template))
     if not 0 < len(token_ids) <= max_tokens:
         raise LengthError(len(token_ids))
     return token_ids

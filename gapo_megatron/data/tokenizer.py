@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from gapo_megatron.compat.library_errors import as_config_error
@@ -12,7 +15,9 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.formats.model_folder import VOCABULARY_FILES, check_model_folder
 from gapo_megatron.io.documents import read_object
 from gapo_megatron.models.config_json import ModelFacts
+from gapo_megatron.rewards.final_answer import special_tokens
 
+_NAMED = ("pad_token", "unk_token", "bos_token", "eos_token")
 _SAMPLE = "What is 12 * (3 + 4)?\n\u00e9\u5317\U0001f600"
 
 
@@ -49,13 +54,16 @@ def load_tokenizer(
 def open_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder, without running its code or asking the user.
 
+    Special tokens that the model does not have are no error until a text has one (Gemma 3's
+    language models have no image token): then `encode` of the result raises a ConfigError.
+
     Args:
         folder: a folder that `check_model_folder` has checked.
         vocab_size: vocabulary size of the model.
 
     Raises:
-        ConfigError: there is no tokenizer, transformers cannot load it, or it has tokens that the
-            model does not have.
+        ConfigError: there is no tokenizer, transformers cannot load it, or it has other tokens that
+            the model does not have, or its EOS, BOS, UNK or PAD is such a token.
     """
     # Without these files transformers would create an empty tokenizer of the model's class.
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
@@ -72,12 +80,30 @@ def open_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
         ids = [*tokenizer.get_vocab().values(), *tokenizer(_SAMPLE)["input_ids"]]
         ids += tokenizer.all_special_ids
         tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False))
-    if odd := [one for one in ids if not (type(one) is int and 0 <= one < vocab_size)]:
+        named = {getattr(tokenizer, f"{name}_id"): name for name in _NAMED}
+        unused = special_tokens(tokenizer).keys() - named.keys()
+    odd = [one for one in ids if not (type(one) is int and 0 <= one < vocab_size)]
+    if wrong := [one for one in odd if one not in unused]:
         raise ConfigError(
-            f"{folder}: the tokenizer has the token id {odd[0]!a}, outside of vocab_size "
-            f"({vocab_size}) in config.json"
+            f"{folder}: the tokenizer's {named.get(wrong[0], 'vocabulary')} has the token id "
+            f"{wrong[0]!a}, outside of vocab_size ({vocab_size}) in config.json"
         )
+    if odd:
+        tokenizer.encode = functools.partial(_encode, tokenizer, vocab_size)
     return tokenizer
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, *given: Any, **options: Any
+) -> Any:
+    """As the tokenizer's own method; raises ConfigError for a token that the model lacks."""
+    ids = type(tokenizer).encode(tokenizer, *given, **options)
+    if (most := np.asarray(ids).max(initial=0)) >= vocab_size:
+        raise ConfigError(
+            f"{tokenizer.name_or_path}: a text has {tokenizer.decode([most])!r}, which the model "
+            f"does not: its id ({most}) must be below vocab_size ({vocab_size}) of config.json"
+        )
+    return ids
 
 
 def _check_classes(folder: Path) -> None:

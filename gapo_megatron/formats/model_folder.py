@@ -165,13 +165,22 @@ def _stated_ids(files: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]
             yield name, [*tokens.values()]
 
 
+def _special_ids(files: Mapping[str, Any]) -> set[int]:
+    """Ids of special tokens, which no text has by chance."""
+    added = files.get("tokenizer.json", {}).get("added_tokens")
+    tokens = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    ids = (one.get("id") for one in tokens if one.get("special") is True)
+    return {one for one in ids if type(one) is int and one >= 0}
+
+
 def _check_tokenizer_files(root: Path, vocab_size: int) -> None:
     """Check the tokenizer's files that are there; most of what is in them its library checks.
 
     Raises:
         ConfigError: a file is no JSON object, names code, or its chat template is none; or a token
             has an id that the model does not have, or of another token. The library would give it
-            a new one.
+            a new one. Special tokens may have ids beyond the model's: `open_tokenizer` refuses to
+            use them.
     """
     files: dict[str, Any] = {}
     for name in (*TOKENIZER_FILES, "generation_config.json"):
@@ -188,10 +197,12 @@ def _check_tokenizer_files(root: Path, vocab_size: int) -> None:
             f"{source}: chat_template ({template!a:.80}) must be a template, or several by name, "
             f"of {MAX_TEMPLATE_CHARACTERS} characters at most"
         )
+    special = _special_ids(files)
     for where, ids in _stated_ids(files):
         seen: set[int] = set()
         for one in ids:
-            if type(one) is not int or not 0 <= one < vocab_size or one in seen:
+            is_known = type(one) is int and (0 <= one < vocab_size or one in special)
+            if not is_known or one in seen:
                 raise ConfigError(
                     f"{root}/{where}: {one!a:.40} must be the id of one token: a whole number of 0 "
                     f"or more, below vocab_size ({vocab_size}) of config.json"

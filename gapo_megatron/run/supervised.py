@@ -25,7 +25,7 @@ from gapo_megatron.data.messages import begin_template
 from gapo_megatron.data.schema import LengthError, encode_prompt, read_jsonl
 from gapo_megatron.data.template_date import DATE
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.formats.weights import write_hf
 from gapo_megatron.learn.checks.range_check import check_range
 from gapo_megatron.learn.plan import plan_scoring
@@ -163,6 +163,8 @@ def _read_examples(
                 f"rollout.max_response_tokens ({longest}) must hold a prompt and its response, "
                 "of at least one token each"
             ) from None
+        except ConfigError as error:  # the template or the tokenizer refuses it
+            raise ConfigError(f"{path}:{number}: the {name}: {error}") from error
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:
         raise DataError(f"{path}: has no examples")

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config, DataConfig, parse_config
+from gapo_megatron.data.end_tokens import find_end_tokens
 from gapo_megatron.data.schema import encode_prompt
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
@@ -25,13 +26,18 @@ from gapo_megatron.formats.model_folder import check_model_folder, end_tokens, n
 from gapo_megatron.formats.weights import HfFolder, carry_over, read_hf
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.policy.model import read_hf_config
+from gapo_megatron.run.supervised import _read_examples
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
+from gapo_megatron.types import Prompt
 from gapo_tools.demonstration import demo_task as arithmetic
 from gapo_tools.dry_run.command import print_dry_run
 from gapo_tools.planner.flops import Shape
+from tests.convert_setup import make_config
 from tests.convert_tools_setup import assert_refused, to_hf, to_megatron
 from tests.messages import mentions
+from tests.problem_files import read_problems
+from tests.tokenizers import byte_level
 
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 24  # a few more than there are tokens, as in most models
@@ -301,8 +307,6 @@ def test_what_the_library_would_read_otherwise_is_refused(
         (_MAIN, {"model": {"type": "BPE", "vocab": {"</s>": 1}, "merges": 5}}),
         (_CONFIG, {"padding_side": "up"}),
         (_CONFIG, {"tokenizer_class": "Trainer"}),
-        # A token that transformers adds to the vocabulary, behind the model's.
-        (_CONFIG, {"extra_special_tokens": [f"<{number}>" for number in range(VOCAB_SIZE)]}),
     ],
 )
 def test_what_only_the_library_can_tell_is_our_error(
@@ -311,6 +315,74 @@ def test_what_only_the_library_can_tell_is_our_error(
     change(folder / name, **fields)
     with pytest.raises(ConfigError, match=mentions("model.hf_dir", folder, "tokenizer")):
         load_tokenizer(folder)
+
+
+IMAGE = "<image_soft_token>"
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    """A folder as Gemma 3's language models have it: the last special token has no row."""
+    tokenizer, folder = byte_level("<bos>", IMAGE), tmp_path / "gemma"
+    tokenizer.save_pretrained(folder)
+    end, image = tokenizer.convert_tokens_to_ids(["<|im_end|>", IMAGE])
+    assert image == len(tokenizer) - 1
+    config = make_config("gemma3_text", vocab_size=image, eos_token_id=end)
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(folder)
+    change(folder / _CONFIG, extra_special_tokens={"image_token": IMAGE}, bos_token="<bos>")
+    (folder / "added_tokens.json").write_text(json.dumps({IMAGE: image}))
+    return folder
+
+
+def test_a_special_token_that_the_model_lacks_is_refused_where_it_is_used(gemma: Path) -> None:
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(gemma)
+    image = tokenizer.convert_tokens_to_ids(IMAGE)
+    path = gemma.parent / "rows.jsonl"
+    rows = [{"prompt": f"Add {n}.", "answer": "3", "response": "3"} for n in range(3)]
+    options: dict[str, Any] = {"tokenizer": tokenizer, "kind": "math"}
+
+    def read() -> list[Prompt]:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_problems(path, **options)
+
+    def examples() -> object:
+        data = DataConfig(train_path="unused")
+        return _read_examples(str(path), tokenizer, end=1, data=data, longest=200)
+
+    assert len(read()) == 3 and max(map(max, (one.token_ids for one in read()))) < image
+    examples()
+    rows[1]["response"] = f"It is {IMAGE}"
+    read()
+    with pytest.raises(ConfigError, match=mentions(f"{path}:2", "response", IMAGE, image)):
+        examples()
+    rows[1]["prompt"] += IMAGE
+    for look in (read, examples):
+        with pytest.raises(ConfigError, match=mentions(f"{path}:2", IMAGE, image)):
+            look()
+    rows[1]["prompt"] = "Add 1."
+    tokenizer.chat_template = f"{IMAGE}{{{{ messages[0].content }}}}"
+    with pytest.raises(ConfigError, match=mentions(f"{path}:1", IMAGE, image)):
+        options["chat_template"] = True
+        read()
+    data = DataConfig(train_path="unused", end_tokens=[IMAGE])
+    with pytest.raises(ConfigError, match=mentions("data.end_tokens", IMAGE, image)):
+        find_end_tokens(tokenizer, data, gemma, vocab_size=image)
+
+
+@pytest.mark.parametrize("name", ["eos_token", "bos_token", "pad_token"])
+@pytest.mark.parametrize("text", [IMAGE, "<new>"])  # the second transformers adds behind the others
+def test_a_named_token_that_the_model_lacks_is_refused(gemma: Path, name: str, text: str) -> None:
+    change(gemma / _CONFIG, **{name: text})
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", gemma, name, "vocab_size")):
+        load_tokenizer(gemma)
+
+
+def test_an_ordinary_token_that_the_model_lacks_is_refused(gemma: Path) -> None:
+    added = json.loads((gemma / _MAIN).read_text())["added_tokens"]
+    change(gemma / _MAIN, added_tokens=[one | {"special": False} for one in added])
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", gemma / _MAIN, "added_tokens")):
+        load_tokenizer(gemma)
 
 
 @pytest.mark.parametrize("template", ["{{", "{{ 1 / 0 }}"])

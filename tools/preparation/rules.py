@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron.data.rows import Row
 from gapo_megatron.data.schema import LengthError, encode_prompt
-from gapo_megatron.errors import DataError, said
+from gapo_megatron.errors import ConfigError, DataError, said
 from gapo_megatron.io.documents import is_unicode, keys_of
 from gapo_tools.preparation.duplicates import Duplicates
 from gapo_tools.preparation.held_out import HeldOut
@@ -136,6 +136,8 @@ class Rules:
         except LengthError as error:
             rule = "too_long" if error.num_tokens else "no_tokens"
             return rule, {"tokens": error.num_tokens}
+        except ConfigError as error:  # the template or the tokenizer refuses it
+            raise ConfigError(f"{where}: {error}") from error
         return None
 
 

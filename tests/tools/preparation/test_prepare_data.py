@@ -160,6 +160,18 @@ def test_the_template_counts_and_the_suffix_is_the_users(run, tmp_path, hf_dir):
     assert [row["prompt"] for row in written(tmp_path / "chat")] == ["a b end"]
 
 
+def test_a_prompt_that_the_template_refuses_is_named(run, tmp_path, hf_dir, capsys):
+    folder = shutil.copytree(hf_dir, tmp_path / "instruct")
+    tokenizer = load_tokenizer(hf_dir)
+    tokenizer.chat_template = "{{ raise_exception('no x') if 'xx' in messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    options = ("--model", folder, "--chat-template")
+    assert run("deepscaler", [problem("a b"), problem("a xx")], *options) == 2
+    assert re.search(
+        mentions(f"{tmp_path / 'deepscaler.jsonl'}:2", "no x"), capsys.readouterr().err
+    )
+
+
 def test_problems_of_benchmarks_are_dropped_and_listed_with_both(run, tmp_path, capsys):
     benchmarks = put_benchmarks(tmp_path / "benchmarks")
     rows = [problem("How far?"), problem("find X + Y")]

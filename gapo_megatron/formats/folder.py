@@ -3,7 +3,8 @@
 - OUT/: complete.
 - .OUT.0123abcd.tmp/: being written, or left by a process that died.
 - .OUT.0123abcd.old/: the previous OUT, between the two renames that replace it.
-- .OUT.0123abcd.lock: locked while the process that writes the two others is alive.
+- .OUT.0123abcd.lock: locked while the process that writes the two others is alive, where the file
+  system has locks.
 - OUT/.gapo_megatron.json: which command made OUT, and where; see `check_replaceable`.
 - OUT/.gapo_megatron_COMMAND.json: COMMAND made some of the files in OUT; see `claim`.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
-from gapo_megatron.io.files import check_overwritable, flush, real, rename, write_atomically
+from gapo_megatron.io.files import check_overwritable, flush, lock, real, rename, write_atomically
 
 REPORT_NAME = "conversion.json"
 """The report of a conversion; describes its own folder only, so it is never copied to another."""
@@ -232,7 +233,7 @@ def _lock(path: Path) -> Iterator[None]:
     """Hold a lock that the system releases when this process ends in any way."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, fcntl.LOCK_EX)
         # Between these two calls another process may have removed it as a leftover.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
@@ -245,18 +246,21 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(output: Path) -> None:
-    """Remove leftovers of processes that died while writing the same output."""
+    """Remove leftovers of processes that died while writing the same output.
+
+    Where there are no locks they stay: nothing tells them from those of a process that is alive.
+    """
     # Match the whole name: leftovers of OUT.v2 belong to another output.
     pattern = re.compile(rf"(\.{re.escape(output.name)}\.[0-9a-f]{{8}})\.(tmp|old|lock)")
     names = (pattern.fullmatch(path.name) for path in output.parent.iterdir())
     for stem in {output.with_name(found[1]) for found in names if found}:
-        lock = Path(f"{stem}.lock")
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        path = Path(f"{stem}.lock")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(f"{stem}.tmp", ignore_errors=True)
-            _put_back_or_remove(Path(f"{stem}.old"), output)  # it died between the two renames
-            lock.unlink(missing_ok=True)
+            if lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(f"{stem}.tmp", ignore_errors=True)
+                _put_back_or_remove(Path(f"{stem}.old"), output)  # it died between the two renames
+                path.unlink(missing_ok=True)
         except BlockingIOError:
             pass  # its process is alive
         finally:

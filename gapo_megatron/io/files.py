@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from gapo_megatron.errors import ConfigError, DataError, GapoError, MachineError
 
@@ -15,6 +18,17 @@ from gapo_megatron.errors import ConfigError, DataError, GapoError, MachineError
 def real(path: str | Path) -> Path:
     """The absolute path without links; unlike `Path.resolve`, accepts links in a circle."""
     return Path(os.path.realpath(path))
+
+
+def lock(file: int | IO[bytes], operation: int) -> bool:
+    """`fcntl.flock`; False where the file system has no locks, as Lustre without `-o flock`."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        return False
+    return True
 
 
 def file_name(text: str) -> str:

@@ -1,6 +1,7 @@
 """Hugging Face folders: what is written loads in transformers, what is damaged is named."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -250,3 +251,18 @@ def test_leftovers_are_removed_with_or_without_their_lock_and_those_of_others_ar
     ):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {".out.old", "out", "out.v2"}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_without_locks_a_folder_is_made_and_leftovers_stay(tmp_path, monkeypatch, code):
+    def no_locks(file, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    left = {".out.0123abcd.tmp", ".out.4567abcd.old"}
+    for name in left:
+        (tmp_path / name).mkdir()
+    with new_folder(tmp_path / "out", num_bytes=0) as folder:
+        (folder / "file").write_text("")
+    assert (tmp_path / "out" / "file").exists()
+    assert {one.name for one in tmp_path.iterdir() if one.suffix != ".lock"} == {*left, "out"}

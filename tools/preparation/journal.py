@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.files import real
+from gapo_megatron.io.files import lock, real
 from gapo_tools.preparation.output import TESTS
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class Journal:
                 others are discarded.
 
         Raises:
-            ConfigError: another process has it open, or it cannot be created.
+            ConfigError: another process has it open (as far as the file system has locks), or it
+                cannot be created.
         """
         output = real(output)
         folder = output.with_name(f".{output.name}.unfinished")
@@ -71,7 +72,7 @@ class Journal:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 rows, tests = (stack.enter_context(open(folder / n, "a+b")) for n in (ROWS, TESTS))
-                fcntl.flock(rows, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(rows, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another process is writing {output}") from None
             except OSError as error:

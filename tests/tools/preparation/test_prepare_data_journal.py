@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import importlib
 import json
@@ -225,6 +227,15 @@ def test_one_process_at_a_time_makes_an_output(tmp_path, make):
     ):
         make(deepcoder(), programs(tmp_path), "out")
     make(deepcoder(), programs(tmp_path), "out")
+
+
+def test_a_file_system_without_locks_makes_an_output(tmp_path, make, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    make(deepcoder(), programs(tmp_path), "out")
+    assert content(tmp_path / "out")
 
 
 def test_a_folder_that_is_no_journal_is_left_alone(tmp_path, make):

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.formats.config_check import check_config, compare_configs, read_config
-from gapo_megatron.formats.folder import REPORT_NAME, new_folder
+from gapo_megatron.formats.folder import MARKER_NAME, REPORT_NAME, is_marked, mark, new_folder
 from gapo_megatron.formats.manifest import MANIFEST_NAME, find_damage
 from gapo_megatron.formats.megatron_record import TRACKER, Found, find_megatron
 from gapo_megatron.formats.model_folder import check_dtypes, check_model_folder
@@ -51,6 +51,8 @@ from gapo_tools.conversion.verify import (
     wanted_dtype,
 )
 
+TO_MEGATRON, TO_HF = "convert_hf_to_megatron", "convert_megatron_to_hf"
+"""The commands, as the markers of their outputs name them."""
 OVERWRITE = "; --overwrite replaces the result of a conversion"
 """Hint in the error that the output exists."""
 
@@ -108,7 +110,7 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
         megatron_dir,
         num_bytes=num_bytes,
         replace=options.replace,
-        is_ours=(megatron_dir / REPORT_NAME).is_file(),
+        is_ours=options.replace and _is_ours(megatron_dir),
         advice=OVERWRITE,
     ) as folder:
         release, side_files = folder / "release", folder / "hf"
@@ -128,6 +130,7 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
         carry_over(hf_dir, side_files, dtype=_new_dtype(hf_config, rules, dtypes))
         checks |= _gate(hf, MegatronFolder(folder, rules), rules, options, written="megatron")
         write_report(folder, source=hf_dir, dtypes=dtypes.values(), checks=checks)
+        mark(folder, made_by=TO_MEGATRON, made_at=megatron_dir)
     return Result(megatron_dir, checks, written)
 
 
@@ -181,7 +184,7 @@ def megatron_to_hf(
         hf_dir,
         num_bytes=num_bytes,
         replace=options.replace,
-        is_ours=(hf_dir / REPORT_NAME).is_file(),
+        is_ours=is_marked(hf_dir, made_by=TO_HF),
         advice=OVERWRITE,
     ) as folder:
         with progress("convert", num_bytes) as (written, on_bytes):
@@ -199,6 +202,7 @@ def megatron_to_hf(
         check_config(hf.root, hf.entries)
         checks |= _gate(hf, megatron, rules, options, written="hf")
         write_report(folder, source=found.root, dtypes=dtypes.values(), checks=checks)
+        mark(folder, made_by=TO_HF, made_at=hf_dir)
     return Result(hf_dir, checks, written)
 
 
@@ -318,6 +322,26 @@ def _check_apart(output: Path, *sources: Path) -> None:
     for source in sources:
         if real(source).is_relative_to(real(output)):
             raise ConfigError(f"output folder {output} is or contains the source {source}")
+
+
+def _is_ours(output: Path) -> bool:
+    """Whether the conversion made a Megatron folder, and nothing was added since.
+
+    Raises:
+        ConfigError: something was: Megatron-LM trains on in the folder that it loads.
+    """
+    if not is_marked(output, made_by=TO_MEGATRON):
+        return False
+    tracker, made = output / TRACKER, {"release", "hf", TRACKER, REPORT_NAME, MARKER_NAME}
+    others = sorted({path.name for path in output.iterdir()} - made)
+    if tracker.exists() and tracker.read_bytes().strip() != b"release":
+        others.append(TRACKER)
+    if others:
+        raise ConfigError(
+            f"output folder {output} holds {others[0]}, which the conversion did not write and "
+            "would remove: name another folder, or move that away"
+        )
+    return True
 
 
 def _new_dtype(

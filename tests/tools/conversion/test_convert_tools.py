@@ -291,6 +291,35 @@ def test_a_wrong_folder_is_named(root, tmp_path):
     assert weights(root / "qwen2") and (megatron / "release" / ".metadata").exists()
 
 
+def test_what_training_has_saved_into_a_converted_folder_is_not_replaced(root, tmp_path):
+    output, again = tmp_path / "out", ("--verify", "none", "--overwrite")
+    for _ in range(2):
+        succeeded(to_megatron(root / "qwen2", output, *again))
+    tracker = output / "latest_checkpointed_iteration.txt"
+    shutil.copytree(output / "release", output / "iter_0001000")
+    tracker.write_text("1000\n")
+    for in_the_way in (output / "iter_0001000", tracker):
+        done = to_megatron(root / "qwen2", output, *again)
+        assert done.exit_code == 2 and re.search(mentions(output, in_the_way.name), done.err)
+        assert (output / "release").exists() and in_the_way.exists()
+        in_the_way.rename(tmp_path / in_the_way.name)
+    succeeded(to_megatron(root / "qwen2", output, *again))
+
+
+def test_a_copy_of_an_output_is_not_replaced(root, tmp_path):
+    """Its report says what it was made from, and not that it was made there."""
+    megatron = shutil.copytree(root / "qwen2-megatron", tmp_path / "megatron")
+    succeeded(to_hf(root / "qwen2-megatron", tmp_path / "made", "--verify", "none"))
+    hf = shutil.copytree(tmp_path / "made", tmp_path / "hf")
+    for convert, source, output in (
+        (to_megatron, root / "qwen2", megatron),
+        (to_hf, root / "qwen2-megatron", hf),
+    ):
+        done = convert(source, output, "--verify", "none", "--overwrite")
+        assert done.exit_code == 2 and re.search(mentions(output, ".gapo_megatron.json"), done.err)
+        assert (output / "conversion.json").exists()
+
+
 def test_a_config_of_another_model_is_refused(root, tmp_path, run_dir):
     other = tmp_path / "other"
     other.mkdir()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_tools.conversion.command import EXIT_CODES, add_options, options, run
+from gapo_tools.conversion.command import EXIT_CODES, add_options, options, require_folders, run
 
 EXAMPLES = """\
 examples:
@@ -46,6 +46,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    require_folders(hf=arguments.hf)
     # Imports torch and transformers, which takes seconds that --help does not need.
     from gapo_tools.conversion.directions import hf_to_megatron
     from gapo_tools.conversion.report import show

@@ -18,7 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_tools.conversion.command import EXIT_CODES, add_options, options, run, to_bytes
+from gapo_tools.conversion.command import (
+    EXIT_CODES,
+    add_options,
+    options,
+    require_folders,
+    run,
+    to_bytes,
+)
 
 EXAMPLES = """\
 examples:
@@ -72,6 +79,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    require_folders(megatron=arguments.megatron, hf_config=arguments.hf_config)
     # Imports torch and transformers, which takes seconds that --help does not need.
     from gapo_tools.conversion.adapter import convert_adapter
     from gapo_tools.conversion.directions import megatron_to_hf

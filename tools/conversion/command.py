@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gapo_megatron.compat.library_errors import naming_transformer_engine
@@ -68,6 +69,14 @@ def options(arguments: argparse.Namespace) -> Options:
         replace=arguments.overwrite,
         num_threads=arguments.workers,
     )
+
+
+def require_folders(**folders: Path | None) -> None:
+    """Raise ConfigError unless every folder to read exists; None: the option was not given."""
+    for name, folder in folders.items():
+        if folder is not None and not folder.is_dir():
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} ({folder}) must be a folder that exists")
 
 
 def run(convert: Callable[[], None]) -> int:

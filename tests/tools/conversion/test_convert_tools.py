@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -263,7 +264,7 @@ def test_rows_that_the_config_does_not_count_are_left_out_and_said(root, tmp_pat
     [
         (("--max-shard-size", "5"), ("--max-shard-size", "'5'", "5GB")),
         (("--dtype", "int8"), ("--dtype", "'int8'")),
-        (("--hf-config", "nowhere"), ("nowhere/config.json", "No such file")),
+        (("--hf-config", "nowhere"), ("--hf-config", "nowhere")),
     ],
 )
 def test_a_wrong_option_is_named(root, tmp_path, options, said):
@@ -272,10 +273,12 @@ def test_a_wrong_option_is_named(root, tmp_path, options, said):
     )
 
 
-def test_a_wrong_folder_is_named(root, tmp_path):
+def test_a_wrong_folder_is_named(root, tmp_path, monkeypatch):
     nowhere, output = tmp_path / "nowhere", tmp_path / "out"
-    assert_refused(to_megatron(nowhere, output), output, str(nowhere), "exist", exit_code=2)
-    assert_refused(to_hf(nowhere, output), output, str(nowhere), "exist", exit_code=2)
+    with monkeypatch.context() as before:  # seconds of imports
+        before.setitem(sys.modules, "gapo_tools.conversion.directions", None)
+        assert_refused(to_megatron(nowhere, output), output, str(nowhere), "--hf", exit_code=2)
+        assert_refused(to_hf(nowhere, output), output, str(nowhere), "--megatron", exit_code=2)
     megatron = shutil.copytree(root / "qwen2-megatron", tmp_path / "megatron")
     for inside in (megatron, megatron / "hf", tmp_path):
         done = to_hf(megatron, inside, "--overwrite")

@@ -14,6 +14,7 @@ Answers that are too large for the memory of every rank (tests of programs) are 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -364,6 +365,8 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     """Tokenise a prompt as the model sees it, with special tokens and template.
 
+    An EOS that the tokenizer appends is left out: a text that has ended is not to be continued.
+
     Args:
         prompt: a text; or messages, with `chat_template`.
         tokenizer: the policy's tokenizer.
@@ -384,6 +387,15 @@ def encode_prompt(
             messages.insert(0, {"role": "system", "content": system_prompt})
         text = render(messages, tokenizer)
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=not chat_template))
+    if not chat_template and _appends_end(tokenizer):
+        token_ids = token_ids[:-1]
     if not 0 < len(token_ids) <= max_tokens:
         raise LengthError(len(token_ids))
     return token_ids
+
+
+@functools.lru_cache(maxsize=8)
+def _appends_end(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer itself puts its EOS behind every text."""
+    plain, whole = (tokenizer.encode("1", add_special_tokens=adds)[-1:] for adds in (False, True))
+    return whole == [tokenizer.eos_token_id] != plain

@@ -202,6 +202,31 @@ def test_special_tokens_come_from_the_tokenizer_or_the_template_not_both(tmp_pat
     assert _read(path, tokenizer, chat_template=True)[0].token_ids.count(bos) == 2  # and "1+2="
 
 
+@pytest.mark.parametrize(
+    ("template", "expected", "eos"),
+    [
+        ("$A </s>", "1+2=", "</s>"),
+        ("= $A </s>", "=1+2=", "</s>"),
+        ("</s> $A </s>", "</s>1+2=", "</s>"),
+        ("</s> $A", "</s>1+2=", "</s>"),  # a BOS that is the EOS
+        ("$A", "1+2=", "1"),  # any text may end with it
+    ],
+)
+def test_an_end_that_the_tokenizer_appends_is_no_part_of_a_prompt(
+    tmp_path, hf_dir, template, expected, eos
+):
+    tokenizer = load_tokenizer(hf_dir)
+    tokenizer.eos_token = eos
+    end, bos = tokenizer.convert_tokens_to_ids(["</s>", "="])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("</s>", end), ("=", bos)]
+    )
+    path = _write(tmp_path / "p.jsonl", _row(), _row("b", "1+2=</s>"))
+    first, written = (list(one.token_ids) for one in _read(path, tokenizer))
+    assert tokenizer.convert_ids_to_tokens(first) == tokenizer.tokenize(expected)
+    assert written == [*first, end]  # the text's own
+
+
 def test_a_folder_that_has_no_tokenizer_for_training_is_an_error(tmp_path, hf_dir):
     with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "config.json")):
         load_tokenizer(tmp_path)

@@ -69,6 +69,27 @@ def test_several_answers_may_stand_in_one_box_or_in_several():
     assert math.verify("\\boxed{1} \\boxed{2}", "1").outcome is WRONG
 
 
+@pytest.mark.parametrize(
+    ("reference", "right"),
+    [
+        ("So $x=\\boxed{5}$. The final answer is $\\boxed{5}$.", "5"),
+        ("First \\boxed{x=2}, then the answer \\boxed{5}", "5"),
+        ("\\boxed{\\boxed{5}}", "5"),
+        # Parts of one answer.
+        ("So \\boxed{7}. Hence $\\boxed{1}$, $\\boxed{2}$ and $\\boxed{3}$.", "1, 2, 3"),
+        ("$x=\\boxed{1},\\quad y=\\boxed{2}$", "1, 2"),
+        ("\\(\\boxed{1}\\) or \\(x_2 = \\boxed{2}\\)", "1, 2"),
+        ("\\boxed{1}\\text{ and }\\boxed 2", "1, 2"),
+        ("\\boxed{3},\\boxed{3}", "3, 3"),
+    ],
+)
+def test_a_reference_with_several_boxes_is_its_last_ones(reference, right):
+    assert math.verify(f"\\boxed{{{right}}}", reference).outcome is CORRECT
+    last = right.rpartition(", ")[2]
+    for wrong in (f"7, {right}", *[last][: "," in right]):
+        assert math.verify(f"\\boxed{{{wrong}}}", reference).outcome is WRONG, wrong
+
+
 @pytest.mark.parametrize("reference", ["}", "", "$$", "\\frac{1}{", "3 \\not\\mid \\mid"])
 def test_a_reference_that_cannot_be_read_judges_nobody(reference):
     verdict = math.verify("\\boxed{1}", reference)

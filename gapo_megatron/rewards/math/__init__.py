@@ -11,7 +11,7 @@ import json
 
 from gapo_megatron.rewards.final_answer import final_answer
 from gapo_megatron.rewards.math import expressions
-from gapo_megatron.rewards.math.boxes import boxes, closing_bracket, without_boxes
+from gapo_megatron.rewards.math.boxes import boxes, closing_bracket, last_boxes, without_boxes
 from gapo_megatron.rewards.math.comparison import compare, equal_lists, forget, is_read, split
 from gapo_megatron.rewards.math.limits import TooMuchWorkError, limited
 from gapo_megatron.rewards.math.spelling import clean, in_radians
@@ -106,7 +106,7 @@ def _judge(found: list[str | None], reference: str) -> Verdict:
     # An answer of several parts may be in as many boxes.
     num_parts = len(split(reference))
     if verdict.outcome is not Outcome.CORRECT and 1 < num_parts <= len(found):
-        parts = [clean(box or "") for box in found[-num_parts:]]
+        parts = [clean(without_boxes(box or "")) for box in found[-num_parts:]]
         if equal_lists(", ".join(parts), reference):
             return Verdict(Outcome.CORRECT)
     if verdict.outcome is not Outcome.CORRECT and "\\pi" in reference:
@@ -172,8 +172,8 @@ def _read_reference(answer: str) -> str:
             f"there (tools/prepare_data.py own --answer-after '{_SOLUTION}' does)"
         )
     is_closed = closing_bracket(f"{{{answer}}}", 0) == len(answer) + 2
-    found = boxes(answer) if is_closed else []
-    reference = clean(", ".join(map(str, found)) if len(found) > 1 else answer) if is_closed else ""
+    found = ", ".join(map(str, last_boxes(answer))) if is_closed else ""
+    reference = clean(without_boxes(found or answer)) if is_closed else ""
     if not reference:
         raise ValueError(_unreadable(answer).reason)
     return reference

@@ -6,23 +6,41 @@ import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE = re.compile(r"[^\s$\\{}]+")
+_JOINT = re.compile(
+    r"(?:[\s,;$&{}]|\\(?:text|q?quad)(?![a-zA-Z])|\\[^a-zA-Z]|(?:and|or)(?![a-zA-Z])"
+    r"|[^\s,;$={}]{1,8}\s*=)*"  # a name
+)
 _BRACKET = re.compile(r"\\.|[(){}\[\]]", re.DOTALL)
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
 
 def boxes(text: str) -> list[str | None]:
     r"""Contents of all outermost boxes (`\boxed{5}`, `\fbox{5}`, `\boxed 5`); None if unclosed."""
-    found: list[str | None] = []
+    return [content for _, _, content in _find(text)]
+
+
+def last_boxes(text: str) -> list[str | None]:
+    """The last box, and those before it from which only separators and names divide it."""
+    found = _find(text)
+    first = max(len(found) - 1, 0)
+    while first and _JOINT.fullmatch(text, found[first - 1][1], found[first][0]):
+        first -= 1
+    return [content for _, _, content in found[first:]]
+
+
+def _find(text: str) -> list[tuple[int, int, str | None]]:
+    """Start, end and content of all outermost boxes."""
+    found: list[tuple[int, int, str | None]] = []
     end = 0
     for box in _BOX.finditer(text):
         if box.start() < end:
             continue  # nested in the previous box
         if not text.startswith("{", box.end()):
             if bare := _BARE.match(text, box.end()):
-                found.append(bare[0])
+                found.append((box.start(), bare.end(), bare[0]))
             continue
         end = closing_bracket(text, box.end())
-        found.append(text[box.end() + 1 : end - 1] if end else None)
+        found.append((box.start(), end, text[box.end() + 1 : end - 1] if end else None))
         if not end:
             break
     return found
@@ -41,9 +59,3 @@ def closing_bracket(text: str, start: int) -> int:
 def without_boxes(text: str) -> str:
     """Replace boxes by their contents, so that text beside them counts."""
     return _BOX.sub(" ", text)
-
-
-def strip_box(text: str) -> str:
-    """The content of the only box of `text`; `text` if it has none or several."""
-    found = boxes(text)
-    return found[-1] if len(found) == 1 and found[-1] is not None else text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gapo_megatron.rewards.math.boxes import closing_bracket, strip_box
+from gapo_megatron.rewards.math.boxes import closing_bracket
 from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
 from gapo_megatron.rewards.math.signs import TABLES, fold
 from gapo_megatron.rewards.math.units import in_text
@@ -65,8 +65,7 @@ _CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 
 def clean(text: str) -> str:
     """Normalise an answer: one spelling, without what has no meaning."""
-    # Boxes, Unicode, spaces and layout.
-    text = strip_box(text) if "boxed" in text or "fbox" in text else text
+    # Unicode, spaces and layout.
     text = _NO_MEANING.sub("", " ".join(_SPACE.sub(" ", fold(text)).split()))
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
     if "\\over" in text or "\\choose" in text:

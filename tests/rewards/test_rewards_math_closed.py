@@ -261,6 +261,25 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("[1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"), ("5040", "(3!)!"), ("720", "3!!"),
         ],
     ),
+    "domains of letters": (
+        [
+            *((r"\frac{\pi}{4}+k\pi", rf"\frac\pi4+k\pi{domain}") for domain in (
+                r", k\in\mathbb{Z}", r"\quad (k\in\mathbb{Z})", r",\ k\in\mathbf{Z}", ", k∈ℤ",
+                r"\text{ where }k\in Z", r"\ (k\in\Z)",
+            )),
+            (r"2k\pi\pm\frac\pi3, k\in\mathbb{Z}", r"2k\pi-\frac\pi3, 2k\pi+\frac\pi3"),
+            (r"n=3k, k\in\mathbb{N}", "n=3k"), ("2n+1", r"2n+1, n\in\mathbb{N}"),
+            (r"k\pi, k\in\mathbb{Z}_{+}", r"k\pi\ (k\in\mathbb Z_+)"),
+            (r"2m+3n,\ m,n\in\mathbb{Z}", "3n+2m"), ("z=a+bi", r"z=a+bi, a,b\in\mathbb{R}"),
+            (r"k\pi, k\in\mathbb{Z}; \frac\pi2+k\pi, k\in\mathbb{Z}", r"\frac\pi2+k\pi, k\pi"),
+        ],
+        [
+            (r"k\pi, k\in\mathbb{Z}", r"k\pi, k\in\mathbb{N}"), (r"k\pi", r"2k\pi, k\in\mathbb{Z}"),
+            (r"k\pi, k\in\mathbb{Z}", r"2k\pi, k\in\mathbb{Z}"), ("x>0", r"x>0, x\in\mathbb{Z}"),
+            (r"k\pi, k\in\mathbb{Z}", r"k\pi, k\in\mathbb{Z}^+"), ("1", r"x=1, k\in\mathbb{Z}"),
+            (r"x>0, x\in\mathbb{Z}", "x>0"), (r"n\in\mathbb{N}", "n"),
+        ],
+    ),
     "ends, parts and times": (
         [
             ("(p,q)=(3,2)", "(3,2)"), (r"5\text{ ppm}", r"5\text{ ppm}"), ("5", r"5\text{ MB}"),

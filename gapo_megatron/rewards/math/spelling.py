@@ -45,11 +45,14 @@ _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)\s*\}?"
 )
 _BRACED_SIGN = re.compile(r"(\\[a-zA-Z]+\s*|[\^_]\s*)?\{([:;=<>,])\}\s*")
-_FOR_ALL = re.compile(
-    r",?\s*(?:\\text\{[\s,(]*for (?:all|every|any|each)(?: real)?(?: numbers?)?\s*\}"
-    r"|\\forall(?![a-zA-Z]))\s*[a-z]\s*"
-    r"(?P<domain>\\in(?![a-zA-Z])\s*\\mathbb\s*\{?\s*(?P<set>[RQZNC])\s*\}?(?:\s*[_^].*)?)?\)?\s*(?=[,;]|$)"
+_DOMAIN = re.compile(
+    r"(?:,?\s*(?P<all>\\text\{[\s,(]*for (?:all|every|any|each)(?: real)?(?: numbers?)?\s*\}"
+    r"|\\forall(?![a-zA-Z]))|,?\s*\\text\{[\s,(]*(?:for|where|with)\s*\}|[,;\s]\s*\(?)\s*"
+    r"(?P<letters>[a-z](?:\s*,\s*[a-z])*)\s*"
+    r"(?P<domain>\\in(?![a-zA-Z])\s*(?:\\(?:mathbb)?\s*)?\{?\s*(?P<set>[RQZNC])(?![a-zA-Z])\s*\}?"
+    r"(?P<part>(?:\s*[_^]\s*(?:\{[^{}]*\}|[^\s{}(),;]))*))?\)?\s*(?=[,;]|$)"
 )
+_CONDITION = re.compile(r"[<>]|\\[lgn]e(?![a-zA-Z])")
 _SET_IN_WORDS = re.compile(
     r"(?P<none>(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?"
     r"(?: exists?)?)|(?P<all>all real(?:s| numbers))"
@@ -82,7 +85,7 @@ def clean(text: str) -> str:
     # Numbers, angles and words.
     text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
-    text = _FOR_ALL.sub(_domain, text)
+    text = _DOMAIN.sub(_domain, text)
     text = _ORDINAL.sub("", text)
     text = text.replace("_{\\max}", "_{max}").replace("_{\\min}", "_{min}")
     if in_words := _SET_IN_WORDS.fullmatch(TEXT.sub(r"\1", text).strip()):
@@ -110,9 +113,23 @@ def _from_between(match: re.Match[str]) -> str:
 
 
 def _domain(match: re.Match[str]) -> str:
-    r"""Empty for all real numbers, which are the default; else `\forall` and the set."""
-    is_all = match["set"] in (None, "R")
-    return "" if is_all else f"\\forall{match['domain'].replace(' ', '')}"
+    r"""Empty for all real numbers, which are the default; else `\forall` and the set.
+
+    Without the words the letters must be the value's: x = 1, k \in \mathbb{Z} are two answers. With
+    a condition, x > 0, the set is not left out.
+    """
+    value = match.string[: match.start()]
+    letters = set(re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", value))
+    if not match["all"] and (
+        not match["domain"]
+        or not letters.issuperset(re.findall("[a-z]", match["letters"]))
+        or _CONDITION.search(value)
+        or match[0].count("(") != match[0].count(")")
+    ):
+        return match[0]
+    if match["set"] in (None, "R"):
+        return ""
+    return f"\\forall\\in\\mathbb{{{match['set']}}}{re.sub('[{} ]', '', match['part'])}"
 
 
 def _without_font(match: re.Match[str]) -> str:

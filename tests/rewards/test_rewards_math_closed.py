@@ -261,6 +261,18 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("[1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"), ("5040", "(3!)!"), ("720", "3!!"),
         ],
     ),
+    "capitals in their order": (
+        [
+            ("AB", "BA"), ("CD", "DC"), ("ab", "ba"), ("abc", "cba"), ("HTH", "hth"),
+            ("HTH", "(H T H)"), ("GAT", r"\mathrm{GAT}"), ("ABC", "x=ABC"), ("XIV", r"\text{XIV}"),
+            ("HTH, HHT", "HHT, HTH"), ("ABC", r"AB\cdot C"),
+        ],
+        [
+            ("HHT", "HTH"), ("ABC", "CBA"), ("ABCD", "DBCA"), ("GAT", "ATG"), ("XIV", "XVI"),
+            ("XI", "IX"), ("IV", "VI"), ("ABAB", "AABB"), ("HHT", "(HTH)"), ("HHT", "H T H"),
+            ("(HHT)", "HTH"), ("HHT", "x=HTH"), ("HHT, THH", "HTH, HHT"), (r"\{HHT\}", "HTH"),
+        ],
+    ),
     "domains of letters": (
         [
             *((r"\frac{\pi}{4}+k\pi", rf"\frac\pi4+k\pi{domain}") for domain in (

@@ -272,6 +272,8 @@ def labelled(text: str) -> tuple[str, str] | None:
     return next(filter(None, match.groups())).upper(), match["rest"]
 
 
+_LETTERS = re.compile(r"[A-Z]{3,}|[IVXL]{2}")
+"""Letters in their order: throws of a coin, bases, Roman numerals; but AB = BA is a segment."""
 _ALL_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 
 
@@ -291,6 +293,9 @@ def equal_words(given: str, reference: str) -> bool | None:
             return False
     if theirs and ours:  # case matters except for a choice
         return ours == theirs or ("A" <= theirs <= "E" and ours.upper() == theirs)
+    letters = [re.sub(r"[\s\\(){}\[\]]", "", text) for text in (one, other)]
+    if all(map(_LETTERS.fullmatch, letters)):
+        return letters[0] == letters[1]
     if not _ALL_WORDS.fullmatch(other):
         return None
     if one.casefold().replace("-", " ").split() == other.casefold().replace("-", " ").split():

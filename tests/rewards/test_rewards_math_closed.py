@@ -273,6 +273,38 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("(HHT)", "HTH"), ("HHT", "x=HTH"), ("HHT, THH", "HTH, HHT"), (r"\{HHT\}", "HTH"),
         ],
     ),
+    "members of a set": (
+        [
+            *((reference, given) for reference in (r"x\in\{1,2\}", r"\{1,2\}", "1,2") for given in (
+                r"x\in\{1,2\}", r"x_1 \in \left\{2, 1\right\}", "x∈{1,2}", r"x=1\text{ or }x=2",
+            )),
+            (r"\pm2", r"x\in\{-2,2\}"), (r"\theta\in\{-2,2\}", r"\pm2"), ("3", r"x\in\{3\}"),
+            ("(1,2),(3,4)", r"(x,y)\in\{(1,2),(3,4)\}"), (r"S=\{1,2\}", r"x\in\{1,2\}"),
+            ("[2,5]", r"x\in[2,5]"),
+        ],
+        [
+            (r"x\in\{1,2\}", "1"), (r"x\in\{1,2\}", "(1,2)"), (r"\{1,2\}", r"x\in\{1,3\}"),
+            (r"\{1,2\}", r"x\notin\{1,2\}"), (r"\{1,2\}", r"x\not\in\{1,2\}"),
+        ],
+    ),
+    "systems of equations": (
+        [
+            *((reference, given) for reference in ("x=1,y=2", r"\begin{cases}y=2\\x=1\end{cases}")
+                for given in (
+                    r"\begin{cases}x=1\\y=2\end{cases}", r"\begin{cases}x=1,\\y=2.\end{cases}",
+                    r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",
+                    r"\left\{\begin{array}{rcl}x&=&1\\y&=&2\end{array}\right.",
+                    r"\left\{\begin{aligned}x&=1\\y&=2\end{aligned}\right.",
+                )),
+            ("x-y=2,x+y=1", r"\begin{cases} x + y = 1 \\ x - y = 2 \end{cases}"),
+            (r"\begin{cases}x=1\\y=2\end{cases}", "(1,2)"),
+        ],
+        [
+            ("x=1,y=2", r"\begin{cases}x=2\\y=1\end{cases}"),
+            ("x=1", r"\begin{cases}x=1\\y=2\end{cases}"),
+            (r"\begin{cases}x=1\\y=2\end{cases}", "x=1"),
+        ],
+    ),
     "domains of letters": (
         [
             *((r"\frac{\pi}{4}+k\pi", rf"\frac\pi4+k\pi{domain}") for domain in (
@@ -372,6 +404,19 @@ def test_units_of_physics_may_stand_behind_the_right_value_and_none_is_wrong():
     assert Outcome.WRONG not in outcomes.values()
     assert sum(one is Outcome.UNKNOWN for one in outcomes.values()) <= len(PHYSICS) // 10
     assert {_judge("300", f"301\\text{{ {unit}}}") for unit in PHYSICS} == {Outcome.WRONG}
+
+
+@pytest.mark.parametrize(
+    ("reference", "given"),
+    [
+        (r"2&x=0\\1&x=1", r"1&x=0\\2&x=1"), (r"2,x=0\\1,x=1", r"1,x=0\\2,x=1"),
+        (r"3\quad x=0\\2\quad x=1", r"4\quad x=0\\2\quad x=1"),
+        (r"2\text{ if }x=0\\1\text{ if }x=1", r"1\text{ if }x=0\\2\text{ if }x=1"),
+    ],
+)  # fmt: skip
+def test_the_cases_of_a_function_are_no_list_of_equations(reference, given):
+    both = [f"\\begin{{cases}}{rows}\\end{{cases}}" for rows in (reference, given)]
+    assert _judge(*both) is not Outcome.CORRECT
 
 
 @pytest.mark.parametrize("words", [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gapo_megatron.rewards.math.boxes import closing_bracket
-from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
+from gapo_megatron.rewards.math.functions import GREEK, NAMES, argument_end, functions
 from gapo_megatron.rewards.math.signs import TABLES, fold
 from gapo_megatron.rewards.math.units import in_text
 
@@ -40,6 +40,19 @@ _TEXT_FONTS = ("text", "textrm", "textnormal", "textsf", "textsc", "mbox", "hbox
 _OVER = re.compile(rf"\{{({_NESTED})\\(over|choose)(?![a-zA-Z])({_NESTED})\}}")
 # Two backslashes before a name may be a command that was escaped twice.
 _ROW_END = re.compile(r"\\\\(?![a-zA-Z]{2,}(?![a-zA-Z]|\s*=)|[{}])\s*&?\s*(=?)")
+_SYSTEM = re.compile(
+    r"(?:\\begin\s*\{d?cases\}|\\\{\s*(?:\\begin\s*\{(?:array\}\s*\{[^{}]*|matrix)\})?)"
+    r"(?P<rows>(?:(?!\\(?:begin|end|\})).)*)(?:\\end\s*\{(?:d?cases|array|matrix)\})?[\s.]*"
+)
+# Without a space between factors, which may be one between a value and its condition.
+_EQUATION = re.compile(
+    r"(?!.*\\(?:text|mbox|mathrm|[lgn]eq?|in)(?![a-z]))"
+    r"(?:[^&,;=<>\s]|\s(?=[-+*/=])|(?<=[-+*/])\s(?![-+*/=]))+=[^&,;=<>]+[,;.]?\s*"
+)
+_MEMBER = re.compile(
+    rf"^(?:(?:[a-zA-Z]|\\(?:{GREEK}))(?:_\{{?\w+\}}?)?|\([\w, ]+\))\s*\\in\s*"
+    r"(?=\\\{(?:(?!\\\}).)*\\\}$|\{[^{}]*\}$)"
+)
 _ANGLED = re.compile(r"\\langle(?![a-zA-Z])([^\[\]]*?)\\rangle(?![a-zA-Z])")
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)\s*\}?"
@@ -76,10 +89,12 @@ def clean(text: str) -> str:
     text = strip_braces(text)
     # Commands.
     if "\\" in text:
+        text = _SYSTEM.sub(_equations, text) if _SYSTEM.fullmatch(text) else text
         if "\\begin" not in text:  # a row that begins with = continues; another is a part
             text = _ROW_END.sub(lambda end: end[1] or ", ", text)
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1], text)
         text = _IN_FONT.sub(_without_font, _ANGLED.sub(r"(\1)", text))
+        text = _MEMBER.sub("", text)  # x \in \{1, 2\} is 1, 2
     for sign, latex in TABLES["written"].items():
         text = text.replace(sign, latex)
     # Numbers, angles and words.
@@ -110,6 +125,13 @@ def strip_braces(text: str) -> str:
 def _from_between(match: re.Match[str]) -> str:
     command = "\\frac" if match[2] == "over" else "\\binom"
     return f"{command}{{{match[1]}}}{{{match[3]}}}"
+
+
+def _equations(system: re.Match[str]) -> str:
+    """The rows as a list, if all are equations; the cases of a function stay."""
+    rows = re.sub(r"&?\s*=\s*&?", "=", system["rows"]).split("\\\\")
+    are_equations = all(_EQUATION.fullmatch(row.strip()) for row in rows if row.strip())
+    return ", ".join(rows) if are_equations else system[0]
 
 
 def _domain(match: re.Match[str]) -> str:

@@ -287,6 +287,28 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\{1,2\}", r"x\notin\{1,2\}"), (r"\{1,2\}", r"x\not\in\{1,2\}"),
         ],
     ),
+    "matrices in other spellings": (
+        [
+            *((r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", given) for given in (
+                r"\begin{pmatrix}1&2\\[4pt]3&4\end{pmatrix}",
+                r"\begin{pmatrix}1&2\\*3&4\end{pmatrix}",
+                r"\begin{bmatrix}1&2\\*[0.5em] 3&4\\\end{bmatrix}",
+                r"\pmatrix{1&2\cr3&\frac{8}{2}\cr}",
+                r"\left(\begin{smallmatrix}1&2\\3&4\end{smallmatrix}\right)",
+                r"\begin{pmatrix*}[r]1&2\\3&4\end{pmatrix*}", r"\left(\matrix{1&2\cr3&4}\right)",
+                r"\begin{Bmatrix}1&2\cr 3&4\end{Bmatrix}",
+            )),
+            (r"\begin{pmatrix}1\\[4pt]2\end{pmatrix}", "(1,2)"),
+            ("-2", r"\begin{vmatrix*}1&2\\3&4\end{vmatrix*}"),
+            ("x=1,y=2", r"\begin{cases}x=1\\[4pt]y=2\end{cases}"),
+            ("x=1,y=2", r"\cases{x=1\cr y=2}"),
+        ],
+        [
+            (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\[4pt]3&5\end{pmatrix}"),
+            (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\pmatrix{1&2\cr4&3}"),
+            (r"\begin{pmatrix}1\\3\end{pmatrix}", r"\begin{pmatrix}1\\[2,3]\end{pmatrix}"),
+        ],
+    ),
     "systems of equations": (
         [
             *((reference, given) for reference in ("x=1,y=2", r"\begin{cases}y=2\\x=1\end{cases}")

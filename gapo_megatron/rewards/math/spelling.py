@@ -20,6 +20,7 @@ _NO_MEANING = re.compile(
     r"|(?<!\\)(?:\\!\s*|\\[()\[\]]|\$)"
     r"|\\(?:vspace|vphantom|label)\s*\{[^{}]*\}|\{\s*\}(?=\s*\^)"
     r"|\\color\s*\{[^{}]*\}(?!\s*\{)|(?<![\\^_a-zA-Z}\] ])\{\s*\}"
+    r"|(?<=\\\\)(?:\*?\s*\[-?[\d.]+\s*(?:p[tc]|e[mx]|[cm]m|in|bp|mu|sp)\]|\*)"
     r"|\\(?:begin|end)\s*\{(?:align(?:ed|\*)?|split|gathered)\}\s*&?"
 )
 _SYNONYMS = TABLES["commands"]
@@ -38,6 +39,13 @@ _IN_FONT = re.compile(
 )
 _TEXT_FONTS = ("text", "textrm", "textnormal", "textsf", "textsc", "mbox", "hbox")
 _OVER = re.compile(rf"\{{({_NESTED})\\(over|choose)(?![a-zA-Z])({_NESTED})\}}")
+_IN_BRACES = re.compile(
+    rf"\\([pb]?matrix|cases)\s*\{{((?:[^{{}}]|\{{{_NESTED}\}})*)\}}"  # as in plain TeX
+)
+_MATRIX = re.compile(
+    r"\\(begin|end)\s*\{([pbBvV]?)(?:small)?matrix(?:\*\}(?:\s*\[[lcr]\])?|\})"
+    r"|\\cr(?![a-zA-Z])|\\\\\s*(?=\\end)"
+)
 # Two backslashes before a name may be a command that was escaped twice.
 _ROW_END = re.compile(r"\\\\(?![a-zA-Z]{2,}(?![a-zA-Z]|\s*=)|[{}])\s*&?\s*(=?)")
 _SYSTEM = re.compile(
@@ -89,6 +97,8 @@ def clean(text: str) -> str:
     text = strip_braces(text)
     # Commands.
     if "\\" in text:
+        text = _IN_BRACES.sub(r"\\begin{\1}\2\\end{\1}", text)
+        text = _MATRIX.sub(_usual_matrix, text)
         text = _SYSTEM.sub(_equations, text) if _SYSTEM.fullmatch(text) else text
         if "\\begin" not in text:  # a row that begins with = continues; another is a part
             text = _ROW_END.sub(lambda end: end[1] or ", ", text)
@@ -125,6 +135,12 @@ def strip_braces(text: str) -> str:
 def _from_between(match: re.Match[str]) -> str:
     command = "\\frac" if match[2] == "over" else "\\binom"
     return f"{command}{{{match[1]}}}{{{match[3]}}}"
+
+
+def _usual_matrix(match: re.Match[str]) -> str:
+    if match[1]:
+        return f"\\{match[1]}{{{match[2].replace('B', 'p')}matrix}}"
+    return "\\\\ " if match[0] == "\\cr" else ""
 
 
 def _equations(system: re.Match[str]) -> str:

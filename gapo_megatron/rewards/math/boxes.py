@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_BARE = re.compile(r"[^\s$\\{}]+")
+# Not the next word: \boxed may only be spoken of.
+_BARE = re.compile(r"(?![a-zA-Z]{2}|[^\w\s∞]+(?:[\s\\{]|$))[^\s$\\{}]+")
 _JOINT = re.compile(
     r"(?:[\s,;$&{}]|\\(?:text|q?quad)(?![a-zA-Z])|\\[^a-zA-Z]|(?:and|or)(?![a-zA-Z])"
     r"|[^\s,;$={}]{1,8}\s*=)*"  # a name

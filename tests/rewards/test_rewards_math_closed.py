@@ -287,6 +287,18 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\{1,2\}", r"x\notin\{1,2\}"), (r"\{1,2\}", r"x\not\in\{1,2\}"),
         ],
     ),
+    "currencies": (
+        [
+            *(("5", given) for given in (
+                "₹5", "₽5", "₩ 5", "5 ₺", "5₹", "USD 5", "5 USD", "EUR 5", "Rs. 5", r"\text{Rs. }5",
+            )),
+            ("₹1,000", "1000"), ("EUR 5", "5€"), (r"\$5", "USD 5"), (r"\text{Rs.}\,5", "₹5"),
+        ],
+        [
+            ("₹5", "₽5"), (r"\$5", "EUR 5"), ("₩5", "₹5"), ("5", "5Rs"), ("2Rs", "2"),
+            ("5", "Rs. 6"),
+        ],
+    ),
     "matrices in other spellings": (
         [
             *((r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", given) for given in (

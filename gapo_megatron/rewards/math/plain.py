@@ -27,8 +27,12 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _REPEATED = (  # \overline{12}, \bar3, \dot12\dot3
     r"\\(?:overline|bar|dot)\s*(?:\d|\{\s*\d+\s*\})(?:\d*\\dot\s*(?:\d|\{\s*\d\s*\}))?"
 )
+_CURRENCY = (  # Rs. 5, but 5Rs has factors
+    rf"(?:\\?\$|[{units.CURRENCIES}]"
+    r"|(?:\\text\{\s*)?(?:USD|EUR|GBP|INR|Rs)(?![a-zA-Z\d])\.?\s*\}?)\s*"
+)
 _NUMBER = re.compile(
-    rf"""(?P<currency>(?:\\?\$|[€£¥])\s*)?(?P<sign>[-+]?)\s*(?P<currency1>(?:\\?\$|[€£¥])\s*)?(?:
+    rf"""(?P<currency>{_CURRENCY})?(?P<sign>[-+]?)\s*(?P<currency1>{_CURRENCY})?(?:
         (?P<decimal>{_DIGITS})(?P<repeated>{_REPEATED})?
             (?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?P<power>-?\d+|\{{\s*-?\d+\s*\}})
                |[eE](?P<exponent>[-+]?\d+))?
@@ -79,8 +83,8 @@ def number(text: str) -> Number | None:
     is_decimal = "." in (part["decimal"] or "") and not part["repeated"]
     if part["sign"] == "-":
         value = -value
-    unit = unit or (part["percent"] or part["currency"] or part["currency1"] or "")
-    unit = unit.replace("\\", "").strip()
+    sign = part["percent"] or part["currency"] or part["currency1"] or ""
+    unit = (unit or re.sub(r"text|[{}.]", "", sign.lower())).replace("\\", "").strip()
     return Number(value, is_decimal, percent, magnitude, unit)
 
 

@@ -18,7 +18,9 @@ from gapo_megatron.rewards.math.nouns import CHANGES_VALUE, WORDS, is_noun
 
 _NEVER = frozenset(["a", "am", "are", "as", "at", "count", "dot", "pi", "unit", "us"])
 """Names of units in pint that are other words here."""
-_OF_ONE_SIGN = frozenset("mgshlLAVWNTKJCFHS$€£¥¢%元₹₽ΩÅ")
+CURRENCIES = "€£¥₹₽₩₺"
+"""Signs that stand before a number or behind it; so does the dollar's."""
+_OF_ONE_SIGN = frozenset(f"mgshlLAVWNTKJCFHS$¢%元ΩÅ{CURRENCIES}")
 """Other single letters are factors, or mean thousands and millions."""
 
 _MEANINGS = {"'": ("foot", "minute"), "''": ("inch", "second"), "°": ("degree", "°c", "°f")}
@@ -149,7 +151,10 @@ _IN_TEXT = rf"(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})|/\s*
 _START = r"(?:(?<=[\d%)}])|(?<=\d\s)|(?<![a-zA-Z\\])(?=[a-zA-Z]{3}|[ckm]m\b))"
 _BARE = rf"{_START}[a-zA-Z]{{2,}}\b\.?{_POWER}(?:\s*(?:/|per)\s*[a-zA-Z]+\b\.?{_POWER})?"
 _DEGREE = r"°(?:\s*[CF](?![a-zA-Z]))?"
-_SIGN = r"%(?!\s*%)|(?<=\d\s)\\Omega(?![a-zA-Z])|[ML]_\{?\\odot\}?|[€£¥¢万亿元Å]|\\?\$|'{1,2}(?!')"
+_SIGN = (
+    r"%(?!\s*%)|(?<=\d\s)\\Omega(?![a-zA-Z])|[ML]_\{?\\odot\}?"
+    rf"|[{CURRENCIES}¢万亿元Å]|\\?\$|'{{1,2}}(?!')"
+)
 _PIECE = rf"\s*(?:{_IN_TEXT}|{_BARE}|{_DEGREE}|{_SIGN})"
 _EACH = re.compile(_PIECE)
 _TAIL = re.compile(rf"(?:{_PIECE})+\s*$")
@@ -254,7 +259,7 @@ def in_text(mathematics: str) -> str:
 
 
 _PART = re.compile(
-    r"(/|\bper\b)|([a-zA-ZμΩÅ_]+|°[cfCF]?|[%$€£¥¢元₹₽])\.?(?:\s*\^\s*(-?\d))?|([^ *()-])"
+    rf"(/|\bper\b)|([a-zA-ZμΩÅ_]+|°[cfCF]?|[%$¢元{CURRENCIES}])\.?(?:\s*\^\s*(-?\d))?|([^ *()-])"
 )
 _RAISED = re.compile(r"([a-z]+) (squared|cubed)\b", re.IGNORECASE)
 _TEMPERATURE = re.compile(r"(?:°|\bdegrees?)\s*([cf])(?:elsius|ahrenheit)?\b", re.IGNORECASE)

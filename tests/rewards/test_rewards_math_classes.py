@@ -186,11 +186,13 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("12", "B. 12"), (r"2+\sqrt3", r"\text{(E)}\quad 2+\sqrt{3}"),
             ("1,2", r"\textbf{(A)}~1,2"), (r"\textbf{(B)}\ 12", "12"), (r"\textbf{(B)}\ 12", "B"),
             ("B", r"\text{Option B}"), ("B", r"\text{The answer is B}"), (r"(\text{H})", "H"),
+            ("B", "Option B"), ("Choice B", "(B)"), (r"\textbf{(B)}\ 12", "Option (B)"),
         ],
         [
             ("12", r"\textbf{(B)}\ 13"), (r"\frac34", r"\textbf{(C) }\frac{4}{3}"),
             (r"\textbf{(B)}\ 12", r"\textbf{(C)}\ 12"), (r"\textbf{(B)}\ 12", "C"),
             ("B", r"\textbf{(C)}\ 12"), ("B", r"\text{Option C}"), (r"(\text{H})", "G"),
+            ("B", "Option C"), ("Option B", "Choice C"),
             ("7", r"\text{The answer is 8}"), ("7", r"\text{It is less than 7}"),
         ],
     ),

@@ -251,7 +251,7 @@ def equal_times(given: str, reference: str) -> bool | None:
     return ours[0] == theirs[0] and (ours[1] == theirs[1] or "" in (ours[1], theirs[1]))
 
 
-_LETTER = re.compile(r"(?:\\text\{)?\s*\(?([A-Za-z])[).:]?\s*\}?")
+_LETTER = re.compile(r"(?:\\text\{)?\s*(?:(?:[Oo]ption|[Cc]hoice)[\s:]+)?\(?([A-Za-z])[).:]?\s*\}?")
 _LABELLED = re.compile(
     r"(?:\\text\{\s*\(?([A-Za-z])\s*[).:]+\s*\}\s*:?"
     r"|\\text\{\s*([A-Z])\s*\}\s*[.:)]"

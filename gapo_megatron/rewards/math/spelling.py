@@ -61,6 +61,10 @@ _MEMBER = re.compile(
     rf"^(?:(?:[a-zA-Z]|\\(?:{GREEK}))(?:_\{{?\w+\}}?)?|\([\w, ]+\))\s*\\in\s*"
     r"(?=\\\{(?:(?!\\\}).)*\\\}$|\{[^{}]*\}$)"
 )
+_INTERVAL = r"([\[\]])([^\[\](),;]+[,;][^\[\](),;]+)([\[\]])"
+_INTERVALS = re.compile(
+    rf"(?:[a-zA-Z]\s*\\in\s*)?{_INTERVAL}(?:\s*\\cup(?![a-zA-Z])\s*{_INTERVAL})*"
+)
 _ANGLED = re.compile(r"\\langle(?![a-zA-Z])([^\[\]]*?)\\rangle(?![a-zA-Z])")
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)\s*\}?"
@@ -107,6 +111,8 @@ def clean(text: str) -> str:
         text = _MEMBER.sub("", text)  # x \in \{1, 2\} is 1, 2
     for sign, latex in TABLES["written"].items():
         text = text.replace(sign, latex)
+    if _INTERVALS.fullmatch(text):  # ]0, 1[ is open
+        text = re.sub(_INTERVAL, _with_parentheses, text)
     # Numbers, angles and words.
     text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
@@ -135,6 +141,10 @@ def strip_braces(text: str) -> str:
 def _from_between(match: re.Match[str]) -> str:
     command = "\\frac" if match[2] == "over" else "\\binom"
     return f"{command}{{{match[1]}}}{{{match[3]}}}"
+
+
+def _with_parentheses(match: re.Match[str]) -> str:
+    return f"{match[1].replace(']', '(')}{match[2]}{match[3].replace('[', ')')}"
 
 
 def _usual_matrix(match: re.Match[str]) -> str:

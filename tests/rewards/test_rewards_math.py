@@ -93,7 +93,10 @@ def test_a_reference_with_several_boxes_is_its_last_ones(reference, right):
         assert math.verify(f"\\boxed{{{wrong}}}", reference).outcome is WRONG, wrong
 
 
-@pytest.mark.parametrize("reference", ["}", "", "$$", "\\frac{1}{", "3 \\not\\mid \\mid"])
+@pytest.mark.parametrize(
+    "reference",
+    ["}", "", "$$", "\\frac{1}{", "3 \\not\\mid \\mid", "nan", "None", "null", "N/A", "<NA> "],
+)
 def test_a_reference_that_cannot_be_read_judges_nobody(reference):
     verdict = math.verify("\\boxed{1}", reference)
     assert verdict.outcome is UNKNOWN

@@ -26,6 +26,9 @@ MOST_CPU_S = 2.0
 _SOLUTION = "####"
 """Mark between a worked solution of GSM8K and its final answer."""
 
+_MISSING = frozenset(["nan", "NaN", "None", "null", "NULL", "N/A", "<NA>"])
+"""Texts of a missing value, as tables write them."""
+
 _FAILURES = (
     ArithmeticError, AttributeError, LookupError, MemoryError, NotImplementedError, RecursionError,
     TooMuchWorkError, TypeError, ValueError,
@@ -162,7 +165,7 @@ def _check_reference(answer: str) -> None:
 
 
 def _read_reference(answer: str) -> str:
-    """Clean the reference; ValueError if it is empty or no response can equal it."""
+    """Clean the reference; ValueError if it is missing or no response can equal it."""
     if final_answer(answer) != answer:
         raise ValueError(f"the reference answer {answer!r} contains <think> or </think>")
     if _SOLUTION in answer:
@@ -171,6 +174,8 @@ def _read_reference(answer: str) -> str:
             f"{answer[answer.rindex(_SOLUTION) :][:40]!r}; put only the final answer "
             f"there (tools/prepare_data.py own --answer-after '{_SOLUTION}' does)"
         )
+    if answer.strip() in _MISSING:
+        raise ValueError(f"the reference answer {answer!r} stands for a missing value")
     is_closed = closing_bracket(f"{{{answer}}}", 0) == len(answer) + 2
     found = ", ".join(map(str, last_boxes(answer))) if is_closed else ""
     reference = clean(without_boxes(found or answer)) if is_closed else ""

@@ -35,6 +35,8 @@ CALL = ("<tool_call>", "</tool_call>")
 
 _MOST_BEFORE = 32
 """Tokens before the response that are read: a template opens the thinking with its last ones."""
+# At the end, or at the start of a line, so that a question may speak of the mark.
+_OPENED = re.compile(rf"{OPEN}\s*\Z|^{OPEN}(?!.*{CLOSE}).*", re.DOTALL | re.MULTILINE)
 
 
 def final_answer(text: str) -> str | None:
@@ -59,8 +61,8 @@ def marked_text(
     Args:
         tokenizer: the policy's.
         tokens: tokens of the response, or of one of its turns.
-        before: the rendered prompt, or all that precedes the turn. If it ends in an opening mark,
-            the text begins with that mark.
+        before: the rendered prompt, or all that precedes the turn. If it ends in a thought that is
+            open, the text begins with that thought.
     """
     left_out, marks = _special_tokens(tokenizer)
 
@@ -71,13 +73,14 @@ def marked_text(
             text = text.replace(mark, _SPELLINGS[mark])
         return text
 
-    text, head = decode(tokens), decode(before[-_MOST_BEFORE:])
+    text, last = decode(tokens), before[-_MOST_BEFORE:]
     if marks.issuperset(_HARMONY[:2]):
-        _, found, begun = head.rpartition(_HARMONY_TURN)
+        _, found, begun = decode(last).rpartition(_HARMONY_TURN)
         return _of_channels(begun + text if found else text)
-    if head.rstrip().endswith(OPEN):
-        text = head[head.rindex(OPEN) :] + text
-    return text
+    # Special tokens end what is not the model's.
+    start = max((place for place, one in enumerate(last, 1) if one in left_out), default=0)
+    opened = _OPENED.search(decode(last[start:]))
+    return opened[0] + text if opened else text
 
 
 @functools.lru_cache(maxsize=8)

@@ -51,6 +51,11 @@ WAYS = {
     "opened by the template, tokens": Way(
         ("<think>", "</think>"), "assistant: <think>\n", "", "\n</think>\n\n"
     ),
+    "begun by the template, text": Way((), "assistant\n<think>\nOkay, so", "", "</think>"),
+    "begun by the template, tokens": Way(
+        ("<think>", "</think>", "<|user|>", "<|assistant|>"),
+        *("<|user|>?<|assistant|><think>\nOkay, so", "", "</think>"),
+    ),
     "opened by both": Way(("<think>", "</think>"), "assistant: <think>", "<think>", "</think>"),
     "thought of the prompt": Way((), "<think></think> Answer: ", "<think>", "</think>"),
     "magistral": Way(("[THINK]", "[/THINK]"), "[/INST]", "[THINK]", "[/THINK]"),
@@ -149,6 +154,8 @@ def test_every_verifier_judges_the_final_answer_alone(pool: rewards.Pool, kind: 
         # The prompt has closed the thinking, or only speaks of it.
         ((), "<think>\n\n</think>\n\n", "5", "5", "5"),
         ((), "Write <think> first.\n", "5", "5", "5"),
+        (("<|im_start|>",), "Begin with\n<think>\n.<|im_start|>assistant\n", "5", "5", "5"),
+        ((), "<think>\nNo.</think>\n", "5", "5", "5"),
         # Several thoughts, thoughts in thoughts, ends without a beginning.
         ((), "p", "<think>a</think>1<think>b</think>2", None, "2"),
         ((), "p", "<think>a<think>b</think>c</think>2", None, "2"),

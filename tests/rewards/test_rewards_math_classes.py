@@ -173,6 +173,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("|x|<3", "-3<x<3"), (r"x>0, x\neq1", r"(0,1)\cup(1,\infty)"),
             (r"|x|\le 2", r"2\ge x\ge -2"), ("(0,1)", "]0,1["), (r"\left]0,1\right]", "0<x\\le1"),
             (r"(-\infty,1)\cup[2,3)", r"x\in]-\infty,1[\cup[2;3["), ("[0,1[", "[0,1)"),
+            ("(0,1)", r"\text{Domain}=]0,1[."),
         ],
         [
             (r"(-\infty,-2)\cup(3,\infty)", r"x<-2 \text{ or } x\ge3"), ("[-2,7]", "[-2,7)"),

@@ -57,13 +57,14 @@ _EQUATION = re.compile(
     r"(?!.*\\(?:text|mbox|mathrm|[lgn]eq?|in)(?![a-z]))"
     r"(?:[^&,;=<>\s]|\s(?=[-+*/=])|(?<=[-+*/])\s(?![-+*/=]))+=[^&,;=<>]+[,;.]?\s*"
 )
+_INTRODUCTION = r"((?:\\text\{[^{}]*\}\s*[:=]?\s*)?)"
 _MEMBER = re.compile(
-    rf"^(?:(?:[a-zA-Z]|\\(?:{GREEK}))(?:_\{{?\w+\}}?)?|\([\w, ]+\))\s*\\in\s*"
+    rf"^{_INTRODUCTION}(?:(?:[a-zA-Z]|\\(?:{GREEK}))(?:_\{{?\w+\}}?)?|\([\w, ]+\))\s*\\in\s*"
     r"(?=\\\{(?:(?!\\\}).)*\\\}$|\{[^{}]*\}$)"
 )
 _INTERVAL = r"([\[\]])([^\[\](),;]+[,;][^\[\](),;]+)([\[\]])"
 _INTERVALS = re.compile(
-    rf"(?:[a-zA-Z]\s*\\in\s*)?{_INTERVAL}(?:\s*\\cup(?![a-zA-Z])\s*{_INTERVAL})*"
+    rf"{_INTRODUCTION}(?:[a-zA-Z]\s*(?:\\in|=)\s*)?{_INTERVAL}(?:\s*\\cup(?![a-zA-Z])\s*{_INTERVAL})*"
 )
 _ANGLED = re.compile(r"\\langle(?![a-zA-Z])([^\[\]]*?)\\rangle(?![a-zA-Z])")
 _ORDINAL = re.compile(
@@ -75,7 +76,7 @@ _DOMAIN = re.compile(
     r"|\\forall(?![a-zA-Z]))|,?\s*\\text\{[\s,(]*(?:for|where|with)\s*\}|[,;\s]\s*\(?)\s*"
     r"(?P<letters>[a-z](?:\s*,\s*[a-z])*)\s*"
     r"(?P<domain>\\in(?![a-zA-Z])\s*(?:\\(?:mathbb)?\s*)?\{?\s*(?P<set>[RQZNC])(?![a-zA-Z])\s*\}?"
-    r"(?P<part>(?:\s*[_^]\s*(?:\{[^{}]*\}|[^\s{}(),;]))*))?\)?\s*(?=[,;]|$)"
+    r"(?P<part>(?:\s*[_^]\s*(?:\{[^{}]*\}|[^\s{}(),;]))*))?\s*\)?\s*(?=[,;]|$)"
 )
 _CONDITION = re.compile(r"[<>]|\\[lgn]e(?![a-zA-Z])")
 _SET_IN_WORDS = re.compile(
@@ -108,14 +109,14 @@ def clean(text: str) -> str:
             text = _ROW_END.sub(lambda end: end[1] or ", ", text)
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1], text)
         text = _IN_FONT.sub(_without_font, _ANGLED.sub(r"(\1)", text))
-        text = _MEMBER.sub("", text)  # x \in \{1, 2\} is 1, 2
     for sign, latex in TABLES["written"].items():
         text = text.replace(sign, latex)
-    if _INTERVALS.fullmatch(text):  # ]0, 1[ is open
-        text = re.sub(_INTERVAL, _with_parentheses, text)
     # Numbers, angles and words.
     text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
+    text = _MEMBER.sub(r"\1", text)  # x \in \{1, 2\} is 1, 2
+    if _INTERVALS.fullmatch(text):  # ]0, 1[ is open
+        text = re.sub(_INTERVAL, _with_parentheses, text)
     text = _DOMAIN.sub(_domain, text)
     text = _ORDINAL.sub("", text)
     text = text.replace("_{\\max}", "_{max}").replace("_{\\min}", "_{min}")

@@ -44,6 +44,8 @@ say() { echo "[launch $(date +%FT%T)${attempt:+ $attempt}] $*"; }
 
 die() { echo "[launch] $2" >&2; exit "$1"; } # CODE MESSAGE
 
+moment() { date -u "+%Y%m%dT%H%M%S-$$"; } # of this process, for names
+
 # --- before the ranks --------------------------------------------------------------------------------------
 
 dry_run() {
@@ -57,20 +59,32 @@ dry_run() {
   exec "${python[@]}" -m gapo_megatron.train "$@" --dry-run
 }
 
+ask_slurm() { # sets `slurm_job` (for Slurm's commands), `restart`, and `batch` (0: an allocation, as salloc makes)
+  # The environment may have the array, or the restarts, of another job, within which this one was submitted.
+  local shown
+  slurm_job=$SLURM_JOB_ID
+  for _ in {1..30}; do # wait up to 5 minutes for Slurm's controller
+    shown=$(scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") && break
+    sleep 10
+  done
+  [[ $shown =~ " Restarts="([0-9]+)" BatchFlag="([0-9]+) ]] || die 1 "Slurm does not know job $SLURM_JOB_ID: $shown"
+  restart=${BASH_REMATCH[1]} batch=${BASH_REMATCH[2]}
+  # The job id of an array's last task would mean the whole array.
+  [[ ! $shown =~ " ArrayJobId="([0-9]+)" ArrayTaskId="([0-9]+) ]] || slurm_job=${BASH_REMATCH[1]}_${BASH_REMATCH[2]}
+}
+
 describe_job() {
-  restart=${SLURM_RESTART_COUNT:-0}
+  restart=0
   if [ "$mode" = slurm ]; then
+    ask_slurm
     job=$SLURM_JOB_ID
-    # Started by hand in an allocation (salloc), which has no restart count: each start is a job of its own.
-    [ "${SLURM_PROCID:-}" ] || job+=-$(date -u +%Y%m%dT%H%M%S)
-    # For Slurm's commands: the job id of an array's last task would mean the whole array.
-    slurm_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-    slurm_job=${slurm_job:-$SLURM_JOB_ID}
+    # Started by hand in an allocation, which has no restart count: each start is a job of its own.
+    ((batch)) || job+=-$(moment)
     tasks_per_node=${SLURM_NTASKS_PER_NODE:-}
     [ "$tasks_per_node" ] || die 2 "the job needs --ntasks-per-node: one task per GPU"
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   else
-    job=local-$(date -u +%Y%m%dT%H%M%S)-$$
+    job=local-$(moment)
     tasks_per_node=${WORLD_SIZE:-1} nodes=(localhost)
     export LOCAL_WORLD_SIZE=$tasks_per_node && unset WORLD_SIZE # PREPARE would take it for a launcher's
   fi
@@ -122,7 +136,7 @@ begin_attempt() {
   keep_output
   if [ "$mode" = slurm ]; then
     unset GAPO_REQUEUES
-    [ "${ON_STOP:-requeue}" != requeue ] || ((restart >= max_restarts)) ||
+    [ "${ON_STOP:-requeue}" != requeue ] || ((!batch || restart >= max_restarts)) ||
       [[ $(scontrol -o show job "$slurm_job" 2>/dev/null) == *" Requeue=0 "* ]] || export GAPO_REQUEUES=1
     end=$(squeue -h -j "$slurm_job" -o %e) # NONE where there is no limit
     ! GAPO_JOB_END=$(date -d "${end:-NONE}" +%s 2>/dev/null) || export GAPO_JOB_END
@@ -139,8 +153,7 @@ keep_output() { # moves Slurm's output file from where sbatch was called to the 
 
 is_running() { # JOB, by its name in OWNER
   case $1 in
-    local-*) grep -qs launch.sh "/proc/${1##*-}/cmdline" ;;
-    "${SLURM_JOB_ID:-}"-*) false ;; # an earlier start in this allocation
+    local-* | "${SLURM_JOB_ID:-}"-*) grep -qs launch.sh "/proc/${1##*-}/cmdline" ;; # or by hand in this allocation
     [0-9]*) squeue -h -j "${1%%-*}" -t RUNNING,SUSPENDED -o %A 2>/dev/null | grep -qx "${1%%-*}" ;;
     *) false ;;
   esac

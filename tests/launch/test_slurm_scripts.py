@@ -207,9 +207,10 @@ class Run:
 
         wait_until(asked, what)
 
-    def wait_for_ranks(self) -> None:
-        """Until the ranks of the first attempt are up."""
-        logs = [self.folder / "attempts" / "latest" / f"rank_{rank}.log" for rank in (0, 1)]
+    def wait_for_ranks(self, number: int = 2) -> None:
+        """Until the ranks of the newest attempt are up."""
+        latest = self.folder / "attempts" / "latest"
+        logs = [latest / f"rank_{rank}.log" for rank in range(number)]
         self.wait_for(
             lambda: all(log.exists() and "rank" in log.read_text() for log in logs), "ranks"
         )
@@ -221,7 +222,7 @@ class Run:
 
     @property
     def attempts(self) -> list[Path]:
-        return sorted((self.folder / "attempts").glob("local-*"))
+        return sorted((self.folder / "attempts").glob("*.*"))
 
     def seen(self, rank: int = 1) -> dict[str, str]:
         """The variables that a rank of the first attempt was told to SHOW."""
@@ -588,6 +589,111 @@ def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program
     assert not (run_dir / "steps.log").exists()
     assert cancelled.end()[0] == 143
     assert not list(cancelled.folder.glob("attempts/*/rank_0.log"))
+
+
+# -- in a job --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slurm(run_dir: Path) -> dict[str, Any]:
+    """What starts `Run` in job 7, of one task, of a Slurm that only answers.
+
+    It shows what `show` wrote, keeps what it is asked to do in the file `asked`, and obeys the
+    environment where Slurm's commands do.
+    """
+    folder = run_dir.parent
+    shutil.copytree(ROOT / "slurm", folder / "tree" / "slurm")
+    write_program(
+        folder / "bin" / "scontrol",
+        'case "$*" in\n'
+        '"show hostnames"*) echo n1 ;;\n'
+        f'*"show job"*) cat {folder}/shown ;;\n'
+        f'*) echo "$*" >>{folder}/asked ;;\n'
+        "esac",
+    )
+    write_program(folder / "bin" / "squeue", 'case "$*" in *"%T %r") echo RUNNING None ;; esac')
+    write_program(
+        folder / "bin" / "srun",
+        "while [[ $1 == -* ]]; do [[ $1 != --output=* ]] || output=${1#*=}; shift; done\n"
+        'SLURM_STEP_ID=0 SLURM_PROCID=0 exec "$@" &>"${output/\\%t/0}"',
+    )
+    return {
+        **{"launch": folder / "tree" / "slurm" / "launch.sh", "CHECK_NODES": "0"},
+        **{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"},
+        **{"SLURM_JOB_NODELIST": "n1", "WORLD_SIZE": ""},
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+    }
+
+
+def show(run_dir: Path, *jobs: tuple[str, int, int]) -> None:
+    """What `scontrol show job` shows: of each job its ids, restarts and BatchFlag."""
+    line = "JobId={} JobName=a Requeue=1 Restarts={} BatchFlag={} Reboot=0\n"
+    (run_dir.parent / "shown").write_text("".join(line.format(*job) for job in jobs))
+
+
+def test_every_start_by_hand_in_an_allocation_is_its_own(
+    start: Start, run_dir: Path, slurm: dict[str, Any]
+) -> None:
+    """Also in an interactive step, whose environment is that of a batch script."""
+    show(run_dir, ("7", 0, 0))
+    slurm |= {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SHOW": "GAPO_REQUEUES"}
+    first = start(run_dir, ACTIONS="hang", **slurm)
+    first.wait_for_ranks(1)
+    (attempt,) = first.attempts
+    assert re.fullmatch(r"7-\d{8}T\d{6}-\d+\.0", attempt.name)
+    assert first.seen(0) == {"GAPO_REQUEUES": "None"}
+    exit_code, output = start(run_dir, **slurm).end()
+    assert exit_code == 2 and f"job {attempt.stem} " in output
+    first.process.terminate()
+    assert first.end()[0] == 143
+    again = start(run_dir, **slurm)
+    assert again.end()[0] == 0
+    codes = {path.name for path in (run_dir / "code").iterdir()}
+    assert {path.stem for path in again.attempts} < codes and len(again.attempts) == 2
+
+
+ARRAY = [("7 ArrayJobId=7 ArrayTaskId=3", 1, 1), ("6 ArrayJobId=7 ArrayTaskId=0", 5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "attempt", "requeued"),
+    [
+        ([("7", 0, 1)], "7.0", "7"),
+        ([("7", 2, 2)], "7.2", "7"),  # BatchFlag: one that Slurm could not start at once
+        (ARRAY, "7.1", "7_3"),
+        (ARRAY[::-1], "7.1", "7_3"),
+    ],
+)
+def test_a_job_is_what_slurm_says_of_it(
+    start: Start,
+    run_dir: Path,
+    slurm: dict[str, Any],
+    jobs: list[tuple[str, int, int]],
+    attempt: str,
+    requeued: str,
+) -> None:
+    """Submitted within a restarted task of an array, it has that task's variables."""
+    show(run_dir, *jobs)
+    slurm |= {"SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "4"}
+    run = start(run_dir, ACTIONS="exit:7", SHOW="GAPO_REQUEUES", **slurm)
+    exit_code, output = run.end()
+    assert exit_code == 0, output
+    assert [path.name for path in run.attempts] == [attempt]
+    assert run.seen(0) == {"GAPO_REQUEUES": "1"}
+    assert (run_dir.parent / "asked").read_text() == f"requeue {requeued}\n"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_start_waits_for_slurms_controller(
+    start: Start, run_dir: Path, slurm: dict[str, Any], answers: bool
+) -> None:
+    show(run_dir, ("7", 0, 1))
+    shown = run_dir.parent / "shown"
+    later = shown.rename(shown.with_name("later"))
+    write_program(run_dir.parent / "bin" / "sleep", f"cp {later} {shown}" if answers else ":")
+    exit_code, output = start(run_dir, **slurm).end()
+    assert (exit_code, run_dir.exists()) == ((0, True) if answers else (1, False)), output
+    assert answers or "job 7" in output
 
 
 def test_usage() -> None:

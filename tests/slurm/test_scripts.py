@@ -136,6 +136,8 @@ def test_ranks_have_what_the_launcher_and_the_site_set_whatever_sbatch_passes_on
     ]
     (launch.code / "slurm" / "site.sh").write_text("\n".join(site) + "\n")
     left_behind = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_STEP_ID": "7"}
+    left_behind |= {"SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "3"}
+    left_behind |= {"SLURM_RESTART_COUNT": "2"}
     kept = {"SLURM_MEM_PER_CPU": "10", "SLURM_STEPMGR": ""}  # srun finds a manager of steps by it
     for name, value in (left_behind | kept).items():
         monkeypatch.setitem(launch.cluster.env, name, value)
@@ -207,8 +209,11 @@ def test_says_what_to_do_where_slurm_does_not_requeue(launch: Launch) -> None:
 
 @pytest.mark.system
 def test_every_start_in_an_allocation_by_hand_is_its_own(launch: Launch) -> None:
-    """salloc counts no restarts: what the first start left must not speak for the second."""
-    command = "bash slurm/gapo_demo.sbatch; echo code=$?; sleep 1"
+    """salloc counts no restarts: what the first start left must not speak for the second.
+
+    In an interactive step the environment is that of a batch script.
+    """
+    command = "export SLURM_PROCID=0; bash slurm/gapo_demo.sbatch; echo code=$?"
     again = f"{command}; STAND_IN='finish' bash slurm/gapo_demo.sbatch; echo code=$?"
     env = {"CHECK_NODES": "0", "PYTHON": sys.executable, "STAND_IN": "stop"}
     env |= {"GAPO_CODE": str(launch.code), "ON_STOP": "requeue"}

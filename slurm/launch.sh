@@ -104,7 +104,7 @@ prepare() {
     await || exit
   fi
   answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.launch.prepare "$@" \
-    --world-size "$world_size" --ranks-per-node "$tasks_per_node" --job "$job") || exit
+    --world-size "$world_size" --ranks-per-node "$tasks_per_node" --job "$job" --restarts "$restart") || exit
   { read -r run_dir && read -r code && read -r state && read -r num_generation; } <<<"$answer" ||
     die 1 "unexpected output of gapo_megatron.launch.prepare: $answer"
   [ "$state" != finished ] || { say "$run_dir has finished already" && exit 0; }
@@ -124,11 +124,14 @@ here() { # one python process on this node; through srun if only srun enters the
 
 begin_attempt() {
   local owner end
-  attempt=$job.$restart
-  attempt_dir=$run_dir/attempts/$attempt
   owner=$(cat "$run_dir/OWNER" 2>/dev/null)
   owner=${owner%.*}
   [ "$owner" = "$job" ] || ! is_running "$owner" || die 2 "$run_dir is in use: job $owner is running"
+  # A name of its own, also where this job has started before: what that start left must not speak for this one.
+  attempt=$job.$restart
+  mkdir -p "$run_dir/attempts"
+  mkdir "$run_dir/attempts/$attempt" 2>/dev/null || attempt+=-$(moment)
+  attempt_dir=$run_dir/attempts/$attempt
   # Only one attempt writes: an older one that is cut off from Slurm finds another name in OWNER and ends.
   mkdir -p "$attempt_dir/check" && ln -sfn "$attempt" "$run_dir/attempts/latest" &&
     echo "$attempt" >"$attempt_dir/OWNER" && mv "$attempt_dir/OWNER" "$run_dir/OWNER" || exit 1

@@ -68,7 +68,7 @@ def train() -> None:
     rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
     size = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
     actions = os.environ.get("ACTIONS", "train").split(",")
-    number = int(os.environ["GAPO_ATTEMPT"].rpartition(".")[2])
+    number = int(os.environ["GAPO_ATTEMPT"].rpartition(".")[2].partition("-")[0])
     action, _, value = actions[min(number, len(actions) - 1)].partition(":")
     for name in os.environ.get("SHOW", "").split():
         print(f"{name}={os.environ.get(name)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
@@ -29,6 +30,7 @@ def prepare(
     *,
     world_size: int,
     job: str,
+    restarts: int = 0,
     ranks_per_node: int | None = None,
 ) -> tuple[Config, Path]:
     """The config and the frozen code of a job; the job's first start checks and freezes them.
@@ -40,7 +42,8 @@ def prepare(
         config_path: TOML file.
         overrides: `section.key=value`.
         world_size: processes of the job.
-        job: name of the folder below `run.output_dir`/code.
+        job: name of the folder below `run.output_dir`/code; the time is appended if it is taken.
+        restarts: how often the job was requeued.
         ranks_per_node: None if unknown, see `usual_ranks_per_node`.
 
     Raises:
@@ -50,9 +53,11 @@ def prepare(
         return load_config(Path(frozen) / "config.toml"), Path(frozen)
     config = load_config(config_path, overrides)
     code = Path(config.run.output_dir).absolute() / "code" / job
-    if code.is_dir():
+    if restarts and code.is_dir():
         return load_config(code / "config.toml"), code
     check_before_nodes(config, world_size=world_size, ranks_per_node=ranks_per_node)
+    if code.is_dir():  # another start in this job: its config may differ
+        code = code.with_name(f"{job}-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}")
     freeze(repository(), code, config=to_toml(config))
     return config, code
 
@@ -119,6 +124,9 @@ def main() -> None:
         "--ranks-per-node", type=int, required=True, help="processes of each of its nodes"
     )
     parser.add_argument("--job", required=True, help="name of the job's folder of frozen code")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="how often the job was requeued (default: 0)"
+    )
     arguments = parser.parse_intermixed_args()
     with fail_fast():
         config, code = prepare(
@@ -126,6 +134,7 @@ def main() -> None:
             arguments.overrides,
             world_size=arguments.world_size,
             job=arguments.job,
+            restarts=arguments.restarts,
             ranks_per_node=arguments.ranks_per_node,
         )
         run_dir = Path(config.run.output_dir).absolute()

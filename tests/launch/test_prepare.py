@@ -112,11 +112,14 @@ def test_a_requeued_job_keeps_code_and_config(
     marker = code / "gapo_megatron" / "marker"
     marker.touch()
     config_path.write_text(text.replace("num_steps = 250", "num_steps = 9"))
-    assert prepare(str(config_path), [], world_size=1, job="17") == (first, code)
+    again = prepare(str(config_path), [], world_size=1, job="17", restarts=1)
+    assert again == (first, code)
     assert marker.exists()
-    # Another job of the same run takes what is there now.
-    second, other_code = prepare(str(config_path), [], world_size=1, job="18")
-    assert (second.run.num_steps, other_code) == (9, code.with_name("18"))
+    # Another job of the same run takes what is there now; and so does another start in the job.
+    for job, name in (("18", "18"), ("17", r"17-\d{8}T\d{6}-\d+")):
+        second, other_code = prepare(str(config_path), [], world_size=1, job=job)
+        assert second.run.num_steps == 9
+        assert other_code.parent == code.parent and re.fullmatch(name, other_code.name)
     assert code == tmp_path / "run" / "code" / "17"
 
 

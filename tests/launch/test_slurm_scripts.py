@@ -652,6 +652,24 @@ def test_every_start_by_hand_in_an_allocation_is_its_own(
     assert {path.stem for path in again.attempts} < codes and len(again.attempts) == 2
 
 
+def test_what_a_start_left_does_not_speak_for_the_next_one(
+    start: Start, run_dir: Path, slurm: dict[str, Any]
+) -> None:
+    """Though both are of one job."""
+    show(run_dir, ("7", 1, 1))
+    used = run_dir / "attempts" / "7.1"
+    used.mkdir(parents=True)
+    (run_dir / "OWNER").write_text("7.1\n")
+    (used / "outcome").write_text("stopped\n")
+    run = start(run_dir, ACTIONS="exit:7", MAX_FAILURES="1", **slurm)
+    exit_code, output = run.end()
+    assert exit_code == 1 and "MAX_FAILURES" in output
+    (attempt,) = {*run.attempts} - {used}
+    assert re.fullmatch(r"7\.1-\d{8}T\d{6}-\d+", attempt.name)
+    assert (run_dir / "OWNER").read_text() == f"{attempt.name}\n"
+    assert (run_dir / "attempts" / "latest").resolve() == attempt
+
+
 ARRAY = [("7 ArrayJobId=7 ArrayTaskId=3", 1, 1), ("6 ArrayJobId=7 ArrayTaskId=0", 5, 1)]
 
 
@@ -679,6 +697,8 @@ def test_a_job_is_what_slurm_says_of_it(
     exit_code, output = run.end()
     assert exit_code == 0, output
     assert [path.name for path in run.attempts] == [attempt]
+    words = (run_dir / "code" / "7" / "config.toml").read_text().split()
+    assert f"7.{words[words.index('--restarts') + 1]}" == attempt
     assert run.seen(0) == {"GAPO_REQUEUES": "1"}
     assert (run_dir.parent / "asked").read_text() == f"requeue {requeued}\n"
 

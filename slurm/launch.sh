@@ -413,6 +413,9 @@ if [ "${SECRETS:-}" ]; then # nothing of it is shown, not even what bash says of
   set -a && . "$SECRETS" &>/dev/null && set +a
 fi
 set -uo pipefail
+# Slurm's commands answer as this script reads them, whatever a user has set, and of this job's own cluster.
+unset "${!SQUEUE_@}" SLURM_CLUSTERS
+export SLURM_TIME_FORMAT=standard
 if [ "${SLURM_JOB_ID:-}" ]; then mode=slurm; else mode=local NODE_ADDRESS=; fi
 read -ra python <<<"${CONTAINER:-}"
 python+=("${PYTHON:-.venv/bin/python}")

@@ -611,7 +611,16 @@ def slurm(run_dir: Path) -> dict[str, Any]:
         f'*) echo "$*" >>{folder}/asked ;;\n'
         "esac",
     )
-    write_program(folder / "bin" / "squeue", 'case "$*" in *"%T %r") echo RUNNING None ;; esac')
+    write_program(
+        folder / "bin" / "squeue",
+        '[ -z "${SLURM_CLUSTERS:-}" ] || echo "CLUSTER: $SLURM_CLUSTERS"\n'
+        '[ "${SQUEUE_STATES:-RUNNING}" = RUNNING ] || exit 0\n'
+        "format=${SLURM_TIME_FORMAT:-standard}\n"
+        'case "$*" in\n'
+        '*%e) date -d @2000000000 "+${format/standard/%FT%T}" ;;\n'
+        '*"%T %r") echo RUNNING None ;;\n'
+        "esac",
+    )
     write_program(
         folder / "bin" / "srun",
         "while [[ $1 == -* ]]; do [[ $1 != --output=* ]] || output=${1#*=}; shift; done\n"
@@ -701,6 +710,23 @@ def test_a_job_is_what_slurm_says_of_it(
     assert f"7.{words[words.index('--restarts') + 1]}" == attempt
     assert run.seen(0) == {"GAPO_REQUEUES": "1"}
     assert (run_dir.parent / "asked").read_text() == f"requeue {requeued}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SQUEUE_STATES", "PD"), ("SLURM_TIME_FORMAT", "%d.%m."), ("SLURM_CLUSTERS", "a")],
+)
+def test_what_a_user_likes_to_read_of_slurm_changes_no_decision(
+    start: Start, run_dir: Path, slurm: dict[str, Any], name: str, value: str
+) -> None:
+    show(run_dir, ("7", 0, 1))
+    site = run_dir.parent / "site.sh"
+    site.write_text(f"export {name}={value}\n")  # as in the shell where sbatch was called
+    slurm |= {"SITE_FILE": str(site), name: value}
+    run = start(run_dir, ACTIONS="exit:7", SHOW="GAPO_JOB_END", **slurm)
+    exit_code, output = run.end()
+    assert exit_code == 0 and "cancelled" not in output
+    assert run.seen(0) == {"GAPO_JOB_END": "2000000000"}
 
 
 @pytest.mark.parametrize("answers", [True, False])

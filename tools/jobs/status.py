@@ -6,6 +6,7 @@ Imports only the standard library and rich.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -294,13 +295,15 @@ def _content(path: Path) -> bytes:
 
 def _ask(command: list[str], jobs: list[str]) -> dict[str, str] | None:
     """State by job id; None if the command fails or is not installed."""
+    kept = {key: one for key, one in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
         done = subprocess.run(
-            [*command, f"--jobs={','.join(jobs)}"], capture_output=True, text=True
+            [*command, f"--jobs={','.join(jobs)}"], capture_output=True, text=True, env=kept
         )
     except FileNotFoundError:
         return None
     if done.returncode and "Invalid job id" not in done.stderr:
         return None
-    answers = (line.split("|") for line in done.stdout.splitlines())
+    # With SLURM_CLUSTERS a line before them names the cluster.
+    answers = (line.split("|") for line in done.stdout.splitlines() if "|" in line)
     return {job: state.split()[0].lower() for job, state in answers}  # "CANCELLED by 1000"

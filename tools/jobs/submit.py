@@ -63,6 +63,7 @@ class Launch:
             SystemExit: Slurm has requeued the job, whose next start will return the result.
         """
         code = Path(self.code)
+        os.environ.pop("SLURM_CLUSTERS", None)  # a job's own cluster is the one that answers it
         child = subprocess.Popen(
             [code / "slurm" / "launch.sh", code / "config.toml"],
             env=os.environ | {"GAPO_CODE": self.code},
@@ -211,10 +212,14 @@ class Submission:
 
 @contextmanager
 def outside_slurm(changes: Mapping[str, str]) -> Iterator[None]:
-    """Change the environment, and hide the variables of a Slurm job that this runs in."""
+    """Change the environment, and hide the variables of a Slurm job that this runs in.
+
+    Those that say which cluster is meant stay: a status is asked of the same one.
+    """
     before = dict(os.environ)
     for name in before:
-        if name.startswith(("SLURM_", "SLURMD_")) and name != "SLURM_CONF":
+        kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+        if name.startswith(("SLURM_", "SLURMD_")) and name not in kept:
             del os.environ[name]
     os.environ.update(changes)
     try:

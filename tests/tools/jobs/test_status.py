@@ -161,6 +161,17 @@ def test_what_slurm_says_comes_first(
     assert (status.job, status.state, "why" if status.why else "") == expected
 
 
+def test_neither_a_users_filters_nor_the_name_of_the_cluster_hide_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = 'echo "CLUSTER: $SLURM_CLUSTERS"\n[ "$SQUEUE_PARTITION" ] || echo "17|RUNNING"'
+    write_program(tmp_path / "squeue", said)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SLURM_CLUSTERS", "a")
+    assert ask_slurm(["17"]) == {"17": "running"}
+
+
 def test_a_job_that_slurm_forgot_before_it_started_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,8 @@ from gapo_megatron.errors import ConfigError
 from gapo_tools import submit as tool
 from gapo_tools.jobs.local import gpu_shares
 from gapo_tools.jobs.study import Resources
-from gapo_tools.jobs.submit import Submission
+from gapo_tools.jobs.submit import Submission, outside_slurm
+from tests.executables import write_program
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
 from tests.waiting import HANG_S, wait_until
 
@@ -115,6 +116,34 @@ def test_usage_errors_leave_nothing(
     assert (exit_code, said.out) == (2, "")
     assert message in said.err.partition("error: ")[2]  # what is before is how it is used
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_goes_to_the_cluster_that_its_status_is_asked_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, hidden = ["SLURM_CLUSTERS", "SLURM_CONF"], ["SLURM_JOB_ID", "SLURM_PROCID"]
+    for name in kept + hidden:
+        monkeypatch.setenv(name, "a")
+    with outside_slurm({}):
+        assert sorted({*kept, *hidden} & {*os.environ}) == kept
+
+
+def test_a_job_asks_its_own_cluster(tmp_path: Path) -> None:
+    """Another way to it, by the accounting, may be closed on the nodes."""
+    write_program(tmp_path / "run" / "code" / "a" / "slurm" / "launch.sh", "")
+    asked = '[ "$SLURM_CLUSTERS" ] || echo "JobId=7 Restarts=0 "'
+    path = f"{write_program(tmp_path / 'bin' / 'scontrol', asked).parent}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}
+    program = "import sys; from gapo_tools.jobs.submit import Launch\n"
+    program += "print(Launch(sys.argv[1])()['run_dir'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "run" / "code" / "a")],
+        env=environment(tmp_path, PATH=path, SLURM_CLUSTERS="a", **job),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{tmp_path / 'run'}\n", done.stderr
 
 
 def test_gpus_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,8 @@ keep_output() { # moves Slurm's output file from where sbatch was called to the 
 is_running() { # JOB, by its name in OWNER
   case $1 in
     local-* | "${SLURM_JOB_ID:-}"-*) grep -qs launch.sh "/proc/${1##*-}/cmdline" ;; # or by hand in this allocation
-    [0-9]*) squeue -h -j "${1%%-*}" -t RUNNING,SUSPENDED -o %A 2>/dev/null | grep -qx "${1%%-*}" ;;
+    # The job of an array's last task has the number of the array.
+    [0-9]*) squeue -h -j "${1%%-*}" -t all -o "%A %T" 2>/dev/null | grep -qxE "${1%%-*} ($alive)" ;;
     *) false ;;
   esac
 }
@@ -367,10 +368,9 @@ require_not_cancelled() { # Slurm would requeue a cancelled job too
   local state
   # Wait up to 5 minutes for Slurm's controller.
   for _ in {1..30}; do state=$(squeue -h -j "$slurm_job" -o "%T %r") && break; sleep 10; done
-  case $state in
-    RUNNING* | *TimeLimit) trap '' TERM ;; # comes with the requeue
-    *) say "cancelled: Slurm reports job $job as ${state:-unknown}"; exit 143 ;;
-  esac
+  [[ $state =~ ^($alive)\  || $state == *TimeLimit ]] ||
+    { say "cancelled: Slurm reports job $job as ${state:-unknown}"; exit 143; }
+  trap '' TERM # comes with the requeue
 }
 
 # --- signals -----------------------------------------------------------------------------------------------
@@ -416,6 +416,7 @@ set -uo pipefail
 # Slurm's commands answer as this script reads them, whatever a user has set, and of this job's own cluster.
 unset "${!SQUEUE_@}" SLURM_CLUSTERS
 export SLURM_TIME_FORMAT=standard
+alive="RUNNING|SUSPENDED|STOPPED|SIGNALING|RESIZING" # states of a job whose processes go on, or will
 if [ "${SLURM_JOB_ID:-}" ]; then mode=slurm; else mode=local NODE_ADDRESS=; fi
 read -ra python <<<"${CONTAINER:-}"
 python+=("${PYTHON:-.venv/bin/python}")

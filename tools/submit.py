@@ -139,12 +139,12 @@ def _wait(run_dirs: Sequence[Path], *, title: str) -> int:
 
 
 def _idle(runs: Sequence[Run]) -> list[Run]:
-    """The runs that have no queued or running job."""
+    """The runs that have no queued, held or running job."""
     statuses = read_statuses([run.run_dir for run in runs])
     idle = [run for run, status in zip(runs, statuses, strict=True) if not status.is_active]
     if len(idle) < len(runs):
         console.print(
-            f"{len(runs) - len(idle)} of {len(runs)} runs are queued or running already",
+            f"{len(runs) - len(idle)} of {len(runs)} runs are queued, held or running already",
         )
     return idle
 

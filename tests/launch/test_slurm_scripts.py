@@ -618,7 +618,8 @@ def slurm(run_dir: Path) -> dict[str, Any]:
         "format=${SLURM_TIME_FORMAT:-standard}\n"
         'case "$*" in\n'
         '*%e) date -d @2000000000 "+${format/standard/%FT%T}" ;;\n'
-        '*"%T %r") echo RUNNING None ;;\n'
+        '*"%T %r") echo "${JOB_STATE:-RUNNING} None" ;;\n'
+        f'*"%A %T") cat {folder}/listed ;;\n'
         "esac",
     )
     write_program(
@@ -659,6 +660,33 @@ def test_every_start_by_hand_in_an_allocation_is_its_own(
     assert again.end()[0] == 0
     codes = {path.name for path in (run_dir / "code").iterdir()}
     assert {path.stem for path in again.attempts} < codes and len(again.attempts) == 2
+
+
+@pytest.mark.parametrize(("state", "goes_on"), [("SIGNALING", True), ("COMPLETING", False)])
+def test_only_a_job_that_goes_on_is_requeued(
+    start: Start, run_dir: Path, slurm: dict[str, Any], state: str, goes_on: bool
+) -> None:
+    show(run_dir, ("7", 0, 1))
+    exit_code, output = start(run_dir, ACTIONS="exit:7", JOB_STATE=state, **slurm).end()
+    assert (exit_code, "cancelled" in output) == ((0, False) if goes_on else (143, True))
+    assert (run_dir.parent / "asked").exists() == goes_on
+
+
+@pytest.mark.parametrize(
+    ("state", "is_refused"),
+    [("RUNNING", True), ("STOPPED", True), ("REQUEUE_HOLD", False), ("COMPLETING", False)],
+)
+def test_a_folder_is_in_use_while_its_job_has_processes(
+    start: Start, run_dir: Path, slurm: dict[str, Any], state: str, is_refused: bool
+) -> None:
+    show(run_dir, ("7", 0, 1))
+    (run_dir.parent / "listed").write_text(f"15 RUNNING\n5 {state}\n")
+    run_dir.mkdir()
+    (run_dir / "OWNER").write_text("5.1\n")
+    run = start(run_dir, STEPS="0", **slurm)
+    exit_code, output = run.end()
+    assert exit_code == (2 if is_refused else 0), output
+    assert ("job 5 is running" in output) == is_refused == (run.attempts == [])
 
 
 def test_what_a_start_left_does_not_speak_for_the_next_one(

@@ -29,9 +29,11 @@ from gapo_megatron.launch.postmortem import Evidence
 JOBS_NAME = "jobs"
 """File in a run folder with the ids of the run's Slurm jobs, one per line, oldest first."""
 _BEYOND_METRICS = 1e10
-_ACTIVE = (
-    *("pending", "configuring", "running", "signaling", "suspended", "completing", "stage_out"),
-    *("requeued", "unknown"),
+# A run's states without a job, and those of Slurm that are a job's last; others may be of one held.
+_ENDED = (
+    *("finished", "stopped", "queued", "gone", "started"),
+    *("completed", "failed", "cancelled", "timeout", "node_fail", "boot_fail", "out_of_memory"),
+    *("deadline", "preempted", "revoked"),
 )
 
 
@@ -62,8 +64,8 @@ class Status:
 
     @property
     def is_active(self) -> bool:
-        """Whether the state will change by itself."""
-        return self.state in _ACTIVE
+        """Whether a job of the run has not ended; it may be held."""
+        return self.state not in _ENDED
 
 
 def read_status(run_dir: Path) -> Status:
@@ -80,7 +82,8 @@ def read_status(run_dir: Path) -> Status:
 def _explain(status: Status) -> Status:
     """Add why a run failed; only then, because this reads the logs of all ranks."""
     newest = Path(status.run_dir) / "attempts" / "latest"
-    if status.state in ("finished", "stopped", "cancelled", *_ACTIVE) or not newest.exists():
+    fine = status.is_active or status.state in ("finished", "stopped", "cancelled")
+    if fine or not newest.exists():
         return status
     return replace(status, why=printable(Evidence(newest).diagnose().lines[0]))
 
@@ -96,7 +99,9 @@ def _read_folder(run_dir: Path) -> Status:
     # The state, as far as the folder shows it.
     state = "queued"
     if newest.exists():
-        state = _text(newest / "outcome") or ("running" if _is_alive(owner) else "failed")
+        state = _text(newest / "outcome")
+        if state not in ("finished", "stopped"):
+            state = "running" if _is_alive(owner) else "failed"
         if state == "finished" and steps < num_steps:  # submitted again with more steps
             state = "stopped"
     else:
@@ -206,7 +211,7 @@ def _correct(status: Status, jobs: list[str], states: dict[str, str]) -> Status:
         state = "gone" if status.state == "queued" else status.state
         return replace(status, job=jobs[-1], state=state)
     # In a chain: the link that runs or is next, else the last one.
-    job = next((job for job in known if states[job] in _ACTIVE), known[-1])
+    job = next((job for job in known if states[job] not in _ENDED), known[-1])
     state = status.state if states[job] == "completed" else states[job]
     return replace(status, job=job, state=state)
 
@@ -306,4 +311,6 @@ def _ask(command: list[str], jobs: list[str]) -> dict[str, str] | None:
         return None
     # With SLURM_CLUSTERS a line before them names the cluster.
     answers = (line.split("|") for line in done.stdout.splitlines() if "|" in line)
-    return {job: state.split()[0].lower() for job, state in answers}  # "CANCELLED by 1000"
+    states = {job: state.split()[0].lower() for job, state in answers}  # "CANCELLED by 1000"
+    # A job that got SIGSTOP has not ended, as a run that stopped has.
+    return {job: "suspended" if state == "stopped" else state for job, state in states.items()}

@@ -81,6 +81,12 @@ def test_a_run_is_as_its_newest_submission_says(tmp_path: Path) -> None:
         assert (status.state, status.num_steps) == (state, 8)
 
 
+def test_an_outcome_that_no_run_has_is_a_failure(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=1, outcome="stoppe")
+    status = read_status(tmp_path)
+    assert (status.state, status.is_active) == ("failed", False)
+
+
 def test_the_newest_attempt_counts_and_its_failure_is_named(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2, outcome="stopped")
     attempt = tmp_path / "attempts" / "17.1"
@@ -128,6 +134,24 @@ def test_without_slurm_here_its_jobs_are_unknown(
     ]
 
 
+HELD = ["REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "STOPPED", "RESIZING", "REQUEUED"]
+WAITING = ["PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "SUSPENDED", "COMPLETING", "STAGE_OUT"]
+ENDED = ["COMPLETED", "FAILED", "CANCELLED by 7", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"]
+ENDED += ["OUT_OF_MEMORY", "PREEMPTED", "REVOKED"]
+
+
+@pytest.mark.parametrize("state", [*HELD, *WAITING, *ENDED])
+def test_a_run_whose_job_may_go_on_is_not_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    write_program(tmp_path / "bin" / "squeue", f"echo '17|{state}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin")
+    make_run(tmp_path / "run")
+    write(tmp_path / "run" / JOBS_NAME, "17\n")
+    (status,) = read_statuses([tmp_path / "run"])
+    assert status.is_active == (state not in ENDED)
+
+
 @pytest.mark.parametrize(
     ("squeue", "jobs", "expected"),
     [
@@ -136,6 +160,9 @@ def test_without_slurm_here_its_jobs_are_unknown(
         ("17|PENDING\n18|PENDING", "17\n18\n", ("17", "pending", "")),
         ("17|COMPLETED\n18|FAILED", "17\n18\n", ("18", "failed", "why")),
         ("17|CANCELLED", "17\n", ("17", "cancelled", "")),
+        # Held, or stopped by SIGSTOP: it has not ended, and is not the run that was asked to stop.
+        ("17|REQUEUE_HOLD\n18|COMPLETED", "17\n18\n", ("17", "requeue_hold", "")),
+        ("17|STOPPED\n18|PENDING", "17\n18\n", ("17", "suspended", "")),
         ("17|TIMEOUT", "17\n", ("17", "timeout", "why")),
         ("17|COMPLETED", "17\n", ("17", "failed", "why")),
         ("5_1|RUNNING\n5_0|PENDING", "5_0\n", ("5_0", "pending", "")),

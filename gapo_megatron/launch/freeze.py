@@ -15,6 +15,8 @@ from gapo_megatron.errors import ConfigError
 ROOMS = ("gapo_megatron", "slurm", "tools", "gapo_tools", "configs")
 """Folders of a checkout that a job needs; `gapo_tools` is a link to `tools`."""
 
+_SCRATCH = shutil.ignore_patterns("__pycache__", ".#*", "*.sw?", "*~")  # of Python, and of editors
+
 
 def repository() -> Path:
     """The checkout that this module was imported from."""
@@ -51,7 +53,7 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
             if path.is_symlink() and (target := os.readlink(path)) in ROOMS:
                 (draft / room).symlink_to(target)
             elif path.is_dir():
-                shutil.copytree(path, draft / room, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(path, draft / room, ignore=_not_needed)
         (draft / "config.toml").write_text(config, encoding="utf-8")
         origin = json.dumps(_origin(repository), indent=1)
         (draft / "code.json").write_text(origin + "\n", encoding="utf-8")
@@ -61,6 +63,16 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
         raise ConfigError(
             f"the code of {repository} cannot be copied to {folder}: {error}"
         ) from None
+
+
+def _not_needed(folder: str, names: list[str]) -> set[str]:
+    """Caches, editors' files, and what is neither file nor folder, as a pipe or a link to nothing.
+
+    copytree's `ignore_dangling_symlinks` would also leave out relative links that lead somewhere.
+    """
+    paths = [Path(folder, name) for name in names]
+    empty = {path.name for path in paths if not (path.is_file() or path.is_dir())}
+    return empty | _SCRATCH(folder, names)
 
 
 def _origin(repository: Path) -> dict[str, Any]:

@@ -51,6 +51,13 @@ def test_copies_what_a_job_reads_as_it_is_now(checkout: Path, tmp_path: Path) ->
     (checkout / "gapo_megatron" / "new.py").write_text("# untracked\n")
     (checkout / "slurm" / "site.sh").write_text("# ignored by git, needed by launch.sh\n")
     (checkout / "gapo_megatron" / "__pycache__").mkdir()
+    (checkout / "tools" / "linked.py").symlink_to("../README.md")
+    # What an editor keeps beside a file, and what has no content.
+    (checkout / "tools" / ".#jobs.py").symlink_to("somebody@host.1234:1700000000")
+    for name in (".jobs.py.swp", "jobs.py~"):
+        (checkout / "tools" / name).touch()
+    (checkout / "tools" / "gone.py").symlink_to("../nowhere")
+    os.mkfifo(checkout / "slurm" / "pipe")
     code = tmp_path / "runs" / "a" / "code" / "17"
     freeze(checkout, code, config="[run]\n")
     frozen = files_of(code)
@@ -60,6 +67,7 @@ def test_copies_what_a_job_reads_as_it_is_now(checkout: Path, tmp_path: Path) ->
         "slurm/launch.sh": "#!/bin/bash\n",
         "slurm/site.sh": "# ignored by git, needed by launch.sh\n",
         "tools/jobs.py": "",
+        "tools/linked.py": "not needed by a job",
         "config.toml": "[run]\n",
     }
     assert (code / "slurm" / "launch.sh").stat().st_mode & 0o111
@@ -125,7 +133,7 @@ def test_without_git_the_origin_is_unknown(checkout: Path, tmp_path: Path, insid
 
 
 def test_a_checkout_that_cannot_be_copied_leaves_no_draft(checkout: Path, tmp_path: Path) -> None:
-    os.mkfifo(checkout / "slurm" / "pipe")
-    with pytest.raises(ConfigError, match=mentions(checkout, "pipe")):
+    (checkout / "slurm" / "damaged").symlink_to("/proc/self/mem")  # reading it is an EIO
+    with pytest.raises(ConfigError, match=mentions(checkout, "damaged")):
         freeze(checkout, tmp_path / "run" / "code" / "17", config="")
     assert list((tmp_path / "run" / "code").iterdir()) == []

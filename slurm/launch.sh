@@ -52,7 +52,8 @@ dry_run() {
   # Set what a launcher would set, so that the dry run is of the whole job.
   local world tasks asked="/^#SBATCH --nodes/ { n = \$2 } /^#SBATCH --ntasks-p/ { t = \$2 } END { print n * t, t }"
   read -r world tasks < <(awk -F= "$asked" "${BATCH_FILE:-/dev/null}")
-  WORLD_SIZE=${SLURM_NTASKS:-${WORLD_SIZE:-$world}} tasks=${SLURM_NTASKS_PER_NODE:-$tasks}
+  # WORLD_SIZE asks for another job than the allocation that this may be typed in.
+  [ "${WORLD_SIZE:-}" ] || { WORLD_SIZE=${SLURM_NTASKS:-$world} && tasks=${SLURM_NTASKS_PER_NODE:-$tasks}; }
   [ "$WORLD_SIZE" != 0 ] || die 2 "a dry run needs WORLD_SIZE: the number of ranks"
   [ -z "$tasks" ] || export LOCAL_WORLD_SIZE=$((WORLD_SIZE < tasks ? WORLD_SIZE : tasks)) # ranks per node
   export RANK=0 LOCAL_RANK=0 WORLD_SIZE MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 PYTHONPATH=$tree$python_path

@@ -126,6 +126,8 @@ def test_a_dry_run_knows_nodes_and_those_that_generate(tmp_path: Path) -> None:
     assert found()[:2] == ["8", "8"]
     assert found(WORLD_SIZE="2")[:2] == ["2", "2"]
     assert found(WORLD_SIZE="32")[:2] == ["32", "8"]
+    salloc = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    assert found(WORLD_SIZE="32", **salloc)[:2] == ["32", "8"]
 
 
 def test_settings_of_a_site_that_are_not_there_are_not_left_out(tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ prepare() {
   fi
   answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.launch.prepare "$@" \
     --world-size "$world_size" --ranks-per-node "$tasks_per_node" --job "$job" --restarts "$restart") || exit
-  { read -r run_dir && read -r code && read -r state && read -r num_generation; } <<<"$answer" ||
+  {
+    read -r run_dir && read -r code && read -r state && read -r num_generation && [[ $run_dir == /* && $code == /* ]]
+  } < <(tail -n 4 <<<"$answer") || # a container may greet first
     die 1 "unexpected output of gapo_megatron.launch.prepare: $answer"
   [ "$state" != finished ] || { say "$run_dir has finished already" && exit 0; }
   if [ "$mode" = slurm ] && ! [ "$tree" -ef "$code" ]; then

@@ -7,6 +7,7 @@ STEPS          how many steps make the run finished, of 0.1 s each (default 3)
 SAVE_S         how long a stop takes (default 0)
 BAD_NODES      nodes whose check says nothing
 GENERATION     how many of the ranks only generate (default 0)
+BANNER         what prepare says before its lines
 PREPARE_EXIT   exit code of prepare
 SHOW           variables that the ranks print
 SLOW           the program that waits for RUN_DIR.go, from RUN_DIR.waits on: prepare or preflight
@@ -32,7 +33,7 @@ def prepare(arguments: list[str]) -> int:
     if not code_dir.exists():
         shutil.copytree(Path(os.environ["PYTHONPATH"].split(":")[0]) / "slurm", code_dir / "slurm")
         (code_dir / "config.toml").write_text(" ".join(arguments) + "\n")
-    print(run_dir, code_dir, sep="\n")
+    print(os.environ.get("BANNER", ""), run_dir, code_dir, sep="\n")
     print("finished" if (run_dir / "finished.json").exists() else "unfinished")
     print(os.environ.get("GENERATION", "0"))
     return 0

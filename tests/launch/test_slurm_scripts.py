@@ -363,6 +363,17 @@ def test_preparation_that_fails_starts_nothing(start: Start, run_dir: Path) -> N
     assert failed.end()[0] == 1 and failed.attempts == []
 
 
+def test_a_greeting_is_not_the_folder_of_a_run(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, BANNER="Welcome\n/to a container")
+    assert run.end()[0] == 0
+    assert [path.name for path in run.attempts] == [(run_dir / "OWNER").read_text().strip()]
+
+
+def test_prepare_names_the_folder_of_a_run(start: Start, run_dir: Path) -> None:
+    exit_code, output = start(run_dir, GENERATION="0\nlater").end()
+    assert exit_code == 1 and "launch.prepare" in output
+
+
 @pytest.mark.parametrize("number", ["1", "-1", "08"])
 def test_nodes_that_leave_none_to_train_start_nothing(
     start: Start, run_dir: Path, number: str

@@ -106,7 +106,10 @@ def _parse() -> argparse.Namespace:
         metavar="S",
         help="largest reward.timeout_s that a run may ask for (default: %(default)s)",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not 0 <= arguments.port < 2**16:
+        parser.error(f"--port ({arguments.port}) must be from 0 to 65535")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from gapo_megatron.rewards.sandbox import (
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.types import Outcome
+from gapo_tools import serve_sandboxes
 from gapo_tools.sandboxes import connections, server
 from tests.sandbox_setup import (
     CORRECT,
@@ -130,6 +132,15 @@ def test_limits_beyond_those_of_the_service_are_refused_at_the_start(tmp_path, m
             check_sandbox(sandbox=sandbox, python="", limits=Limits(total_s=60))
         with pytest.raises(ConfigError, match=r"memory_mib \(4096\).*1024"):
             check_sandbox(sandbox=sandbox, python="", limits=Limits(total_s=59, memory_mib=4096))
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_is_none_is_refused_by_name(home, monkeypatch, capsys, port):
+    monkeypatch.setattr(sys, "argv", ["serve_sandboxes.py", f"--port={port}"])
+    with pytest.raises(SystemExit, match="2"):
+        serve_sandboxes.main()
+    told = capsys.readouterr().err
+    assert f"--port ({port})" in told and "65535" in told
 
 
 def test_a_wall_that_is_down_over_there_is_named(service, monkeypatch):

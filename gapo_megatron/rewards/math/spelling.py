@@ -58,6 +58,8 @@ _EQUATION = re.compile(
     r"(?:[^&,;=<>\s]|\s(?=[-+*/=])|(?<=[-+*/])\s(?![-+*/=]))+=[^&,;=<>]+[,;.]?\s*"
 )
 _INTRODUCTION = r"((?:\\text\{[^{}]*\}\s*[:=]?\s*)?)"
+_INTRODUCED = re.compile(rf"^(\\text\{{[^{{}}]*\}}\s*[:=]?\s*)\{{({_NESTED})\}}$")
+"""A value in braces behind words."""
 _MEMBER = re.compile(
     rf"^{_INTRODUCTION}(?:(?:[a-zA-Z]|\\(?:{GREEK}))(?:_\{{?\w+\}}?)?|\([\w, ]+\))\s*\\in\s*"
     r"(?=\\\{(?:(?!\\\}).)*\\\}$|\{[^{}]*\}$)"
@@ -114,6 +116,7 @@ def clean(text: str) -> str:
     # Numbers, angles and words.
     text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
+    text = _INTRODUCED.sub(r"\1\2", text)
     text = _MEMBER.sub(r"\1", text)  # x \in \{1, 2\} is 1, 2
     if _INTERVALS.fullmatch(text):  # ]0, 1[ is open
         text = re.sub(_INTERVAL, _with_parentheses, text)

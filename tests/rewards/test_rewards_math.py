@@ -93,6 +93,14 @@ def test_a_reference_with_several_boxes_is_its_last_ones(reference, right):
         assert math.verify(f"\\boxed{{{wrong}}}", reference).outcome is WRONG, wrong
 
 
+@pytest.mark.parametrize("between", [" cm, ", " \\cup ", " (double) and ", "x+", "&&=" * 40 + "!?"])
+def test_boxes_that_may_be_parts_of_one_answer_judge_nobody(between):
+    reference = f"\\boxed{{3}}{between}\\boxed{{4}}"
+    for given in ("4", "3, 4"):
+        verdict = math.verify(f"\\boxed{{{given}}}", reference)
+        assert verdict.outcome is UNKNOWN and repr(between) in verdict.reason
+
+
 @pytest.mark.parametrize(
     "reference",
     ["}", "", "$$", "\\frac{1}{", "3 \\not\\mid \\mid", "nan", "None", "null", "N/A", "<NA> "],

@@ -356,6 +356,11 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"k\pi, k\in\mathbb{Z}", r"2k\pi, k\in\mathbb{Z}"), ("x>0", r"x>0, x\in\mathbb{Z}"),
             (r"k\pi, k\in\mathbb{Z}", r"k\pi, k\in\mathbb{Z}^+"), ("1", r"x=1, k\in\mathbb{Z}"),
             (r"x>0, x\in\mathbb{Z}", "x>0"), (r"n\in\mathbb{N}", "n"),
+            ("12", r"x=12, x\in\mathbb{N}; x=13; x=14"), ("7", r"x=7, x\in\mathbb{N}, x=8"),
+            (r"k\pi", r"k\pi, k\in\mathbb{Z}; \frac\pi2+k\pi"), ("2k", r"2k, k\in\mathbb{Z}, k>5"),
+            (r"k\pi, k\in\mathbb{Z}; \frac\pi2+k\pi, k\in\mathbb{Z}", r"k\pi"),
+            (r"a+bi, a,b\in\mathbb{R}", r"a+bi, a,b\in\mathbb{Z}"),
+            (r"m+n, m\in\mathbb{Z}", r"m+n, n\in\mathbb{Z}"),
         ],
     ),
     "ends, parts and times": (

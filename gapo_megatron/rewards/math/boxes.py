@@ -9,8 +9,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE = re.compile(r"(?![a-zA-Z]{2}|[^\w\s∞]+(?:[\s\\{]|$))[^\s$\\{}]+")
 _JOINT = re.compile(
     r"(?:[\s,;$&{}]|\\(?:text|q?quad)(?![a-zA-Z])|\\[^a-zA-Z]|(?:and|or)(?![a-zA-Z])"
-    r"|[^\s,;$={}]{1,8}\s*=)*"  # a name
+    r"|[^\s,;$={}]{1,8}\s*=)*+"  # a name
 )
+_NEW_SENTENCE = re.compile(r"[.!?:][\s$}\])]*\s|\n|\b(?:answer|hence|so|then|therefore|thus)\b")
 _BRACKET = re.compile(r"\\.|[(){}\[\]]", re.DOTALL)
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
@@ -21,11 +22,18 @@ def boxes(text: str) -> list[str | None]:
 
 
 def last_boxes(text: str) -> list[str | None]:
-    """The last box, and those before it from which only separators and names divide it."""
+    """The last box, and those before it from which only separators and names divide it.
+
+    Raises:
+        ValueError: others are in the same sentence, so that they may be parts of the answer.
+    """
     found = _find(text)
     first = max(len(found) - 1, 0)
     while first and _JOINT.fullmatch(text, found[first - 1][1], found[first][0]):
         first -= 1
+    between = text[found[first - 1][1] : found[first][0]] if first else "\n"
+    if not _NEW_SENTENCE.search(between):
+        raise ValueError(f"the reference answer {text[:100]!r} has boxes with {between!r} between")
     return [content for _, _, content in found[first:]]
 
 

@@ -158,7 +158,8 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
     (ours, _, our_set), (theirs, _, their_set) = (
         one.partition("\\forall") for one in (given, reference)
     )
-    if len({our_set, their_set} - {""}) == 1:  # a domain may be omitted, not changed
+    # A domain may be omitted, not changed; behind it is another answer, or a condition.
+    if len({our_set, their_set} - {""}) == 1 and not re.search("[,;]", our_set + their_set):
         simpler.append((ours, theirs))
     # The other sides of a chain of equations.
     is_chain = "=" in given or ("\\approx" in given and "\\approx" not in reference)

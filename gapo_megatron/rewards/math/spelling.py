@@ -165,23 +165,24 @@ def _equations(system: re.Match[str]) -> str:
 
 
 def _domain(match: re.Match[str]) -> str:
-    r"""Empty for all real numbers, which are the default; else `\forall` and the set.
+    r"""`\forall`, the letters and the set, if it is named.
 
     Without the words the letters must be the value's: x = 1, k \in \mathbb{Z} are two answers. With
     a condition, x > 0, the set is not left out.
     """
     value = match.string[: match.start()]
-    letters = set(re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", value))
+    letters = sorted(re.findall("[a-z]", match["letters"]))
     if not match["all"] and (
         not match["domain"]
-        or not letters.issuperset(re.findall("[a-z]", match["letters"]))
+        or not set(re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", value)).issuperset(letters)
         or _CONDITION.search(value)
         or match[0].count("(") != match[0].count(")")
     ):
         return match[0]
-    if match["set"] in (None, "R"):
+    if not match["set"]:
         return ""
-    return f"\\forall\\in\\mathbb{{{match['set']}}}{re.sub('[{} ]', '', match['part'])}"
+    part = re.sub("[{} ]", "", match["part"])
+    return f"\\forall {' '.join(letters)}\\in\\mathbb{{{match['set']}}}{part}"
 
 
 def _without_font(match: re.Match[str]) -> str:

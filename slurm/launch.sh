@@ -62,16 +62,21 @@ dry_run() {
 
 ask_slurm() { # sets `slurm_job` (for Slurm's commands), `restart`, and `batch` (0: an allocation, as salloc makes)
   # The environment may have the array, or the restarts, of another job, within which this one was submitted.
-  local shown
+  local answer shown
   slurm_job=$SLURM_JOB_ID
   for _ in {1..30}; do # wait up to 5 minutes for Slurm's controller
-    shown=$(scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") && break
+    answer=$(scontrol -o show job "$SLURM_JOB_ID" 2>&1)
+    shown=$(grep "^JobId=$SLURM_JOB_ID " <<<"$answer") && break
+    [[ ! $answer =~ "Invalid job id"|"not found" ]] || die 1 "Slurm does not know job $SLURM_JOB_ID: $answer"
+    say "Slurm does not answer, waiting: $answer"
     sleep 10
   done
-  [[ $shown =~ " Restarts="([0-9]+)" BatchFlag="([0-9]+) ]] || die 1 "Slurm does not know job $SLURM_JOB_ID: $shown"
+  # What precedes the job's name, and what follows it: a name may be anything.
+  [[ ${shown#* UserId=} =~ " Restarts="([0-9]+)" BatchFlag="([0-9]+) ]] || die 75 "Slurm does not answer: $answer"
   restart=${BASH_REMATCH[1]} batch=${BASH_REMATCH[2]}
   # The job id of an array's last task would mean the whole array.
-  [[ ! $shown =~ " ArrayJobId="([0-9]+)" ArrayTaskId="([0-9]+) ]] || slurm_job=${BASH_REMATCH[1]}_${BASH_REMATCH[2]}
+  [[ ! ${shown%% JobName=*} =~ " ArrayJobId="([0-9]+)" ArrayTaskId="([0-9]+) ]] ||
+    slurm_job=${BASH_REMATCH[1]}_${BASH_REMATCH[2]}
 }
 
 describe_job() {

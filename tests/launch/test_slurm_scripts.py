@@ -650,7 +650,10 @@ def slurm(run_dir: Path) -> dict[str, Any]:
 
 def show(run_dir: Path, *jobs: tuple[str, int, int]) -> None:
     """What `scontrol show job` shows: of each job its ids, restarts and BatchFlag."""
-    line = "JobId={} JobName=a Requeue=1 Restarts={} BatchFlag={} Reboot=0\n"
+    name = "a ArrayJobId=1 ArrayTaskId=2 Restarts=3 BatchFlag=0"
+    line = (
+        f"JobId={{}} JobName={name} UserId=a(1) Requeue=1 Restarts={{}} BatchFlag={{}} Reboot=0\n"
+    )
     (run_dir.parent / "shown").write_text("".join(line.format(*job) for job in jobs))
 
 
@@ -770,17 +773,20 @@ def test_what_a_user_likes_to_read_of_slurm_changes_no_decision(
     assert run.seen(0) == {"GAPO_JOB_END": "2000000000"}
 
 
-@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize(
+    ("later", "exit_code"),
+    [("cp later shown", 0), (":", 75), ("echo error: Invalid job id specified >shown", 1)],
+)
 def test_a_start_waits_for_slurms_controller(
-    start: Start, run_dir: Path, slurm: dict[str, Any], answers: bool
+    start: Start, run_dir: Path, slurm: dict[str, Any], later: str, exit_code: int
 ) -> None:
     show(run_dir, ("7", 0, 1))
-    shown = run_dir.parent / "shown"
-    later = shown.rename(shown.with_name("later"))
-    write_program(run_dir.parent / "bin" / "sleep", f"cp {later} {shown}" if answers else ":")
-    exit_code, output = start(run_dir, **slurm).end()
-    assert (exit_code, run_dir.exists()) == ((0, True) if answers else (1, False)), output
-    assert answers or "job 7" in output
+    folder = run_dir.parent
+    (folder / "shown").rename(folder / "later")
+    write_program(folder / "bin" / "sleep", f"cd {folder}\n{later}")
+    found, output = start(run_dir, **slurm).end()
+    assert (found, run_dir.exists()) == (exit_code, not exit_code), output
+    assert not exit_code or "job 7" in output or "shown" in output
 
 
 def test_usage() -> None:

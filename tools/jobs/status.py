@@ -128,9 +128,9 @@ def read_statuses(run_dirs: Sequence[Path]) -> list[Status]:
     found = [_read_folder(run_dir) for run_dir in run_dirs]
     jobs = [_jobs(run_dir / JOBS_NAME) for run_dir in run_dirs]
     for ids, status in zip(jobs, found, strict=True):
-        # Jobs of plain sbatch are not recorded. (Array tasks have ids that are no plain number.)
-        if status.job.isdigit() and not ids:
-            ids.append(status.job)
+        # Jobs of plain sbatch are not recorded, nor are starts by hand in a job (JOB-TIME-PID).
+        if not ids and (job := status.job.partition("-")[0]).isdigit():
+            ids.append(job)
     states = ask_slurm({one for ids in jobs for one in ids})
     return [
         _explain(_correct(status, ids, states)) for status, ids in zip(found, jobs, strict=True)
@@ -311,6 +311,8 @@ def _ask(command: list[str], jobs: list[str]) -> dict[str, str] | None:
         return None
     # With SLURM_CLUSTERS a line before them names the cluster.
     answers = (line.split("|") for line in done.stdout.splitlines() if "|" in line)
-    states = {job: state.split()[0].lower() for job, state in answers}  # "CANCELLED by 1000"
+    states = [(job, state.split()[0].lower()) for job, state in answers]  # "CANCELLED by 1000"
     # A job that got SIGSTOP has not ended, as a run that stopped has.
-    return {job: "suspended" if state == "stopped" else state for job, state in states.items()}
+    states = [(job, "suspended" if state == "stopped" else state) for job, state in states]
+    # Clusters may have jobs of the same id: what one has ended says nothing of the other's.
+    return dict(sorted(states, key=lambda answer: answer[1] not in _ENDED))

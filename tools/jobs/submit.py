@@ -282,6 +282,6 @@ def _is_requeued() -> bool:
     # The id of the array task. SLURM_JOB_ID of the last task would mean the whole array.
     command = ["scontrol", "--oneliner", "show", "job", job.job_id]
     shown = subprocess.run(command, capture_output=True, text=True).stdout
-    restarts = re.search(r" Restarts=(\d+)", shown)
+    restarts = re.search(r" UserId=.*? Restarts=(\d+)", shown)  # not of the job's name
     # Slurm increments the count when it requeues, before it signals the processes.
     return restarts is None or int(restarts[1]) > int(os.environ.get("SLURM_RESTART_COUNT", 0))

@@ -191,12 +191,17 @@ def test_what_slurm_says_comes_first(
 def test_neither_a_users_filters_nor_the_name_of_the_cluster_hide_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = 'echo "CLUSTER: $SLURM_CLUSTERS"\n[ "$SQUEUE_PARTITION" ] || echo "17|RUNNING"'
+    said = 'echo "CLUSTER: a"\n[ "$SQUEUE_PARTITION" ] || echo "17|RUNNING"'
+    said += '\n[ "$SLURM_CLUSTERS" != a,b ] || echo "CLUSTER: b\n17|COMPLETED"'
     write_program(tmp_path / "squeue", said)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
-    monkeypatch.setenv("SLURM_CLUSTERS", "a")
-    assert ask_slurm(["17"]) == {"17": "running"}
+    for clusters in ("a", "a,b"):
+        monkeypatch.setenv("SLURM_CLUSTERS", clusters)
+        assert ask_slurm(["17"]) == {"17": "running"}
+    write(tmp_path / "run" / "OWNER", "17-20260101T000000-5.0\n")
+    (tmp_path / "run" / "attempts" / "latest").mkdir(parents=True)
+    assert read_statuses([tmp_path / "run"])[0].state == "running"
 
 
 def test_a_job_that_slurm_forgot_before_it_started_is_gone(

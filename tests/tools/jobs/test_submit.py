@@ -131,7 +131,7 @@ def test_a_job_goes_to_the_cluster_that_its_status_is_asked_of(
 def test_a_job_asks_its_own_cluster(tmp_path: Path) -> None:
     """Another way to it, by the accounting, may be closed on the nodes."""
     write_program(tmp_path / "run" / "code" / "a" / "slurm" / "launch.sh", "")
-    asked = '[ "$SLURM_CLUSTERS" ] || echo "JobId=7 Restarts=0 "'
+    asked = '[ "$SLURM_CLUSTERS" ] || echo "JobId=7 JobName=a Restarts=9 UserId=a(1) Restarts=0 "'
     path = f"{write_program(tmp_path / 'bin' / 'scontrol', asked).parent}:{os.environ['PATH']}"
     job = {"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}
     program = "import sys; from gapo_tools.jobs.submit import Launch\n"

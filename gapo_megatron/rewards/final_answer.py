@@ -35,8 +35,9 @@ CALL = ("<tool_call>", "</tool_call>")
 
 _MOST_BEFORE = 32
 """Tokens before the response that are read: a template opens the thinking with its last ones."""
-# At the end, or at the start of a line, so that a question may speak of the mark.
-_OPENED = re.compile(rf"{OPEN}\s*\Z|^{OPEN}(?!.*{CLOSE}).*", re.DOTALL | re.MULTILINE)
+_OPENED = re.compile(rf"{OPEN}\s*\Z")
+# At the start of a line, and behind a special token: a question may speak of the mark.
+_BEGUN = re.compile(rf"^{OPEN}(?!.*{CLOSE}).*", re.DOTALL | re.MULTILINE)
 
 
 def final_answer(text: str) -> str | None:
@@ -79,7 +80,8 @@ def marked_text(
         return _of_channels(begun + text if found else text)
     # Special tokens end what is not the model's.
     start = max((place for place, one in enumerate(last, 1) if one in left_out), default=0)
-    opened = _OPENED.search(decode(last[start:]))
+    own = decode(last[start:])
+    opened = _OPENED.search(own) or (_BEGUN.search(own) if start else None)
     return opened[0] + text if opened else text
 
 

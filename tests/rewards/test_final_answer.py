@@ -51,7 +51,12 @@ WAYS = {
     "opened by the template, tokens": Way(
         ("<think>", "</think>"), "assistant: <think>\n", "", "\n</think>\n\n"
     ),
-    "begun by the template, text": Way((), "assistant\n<think>\nOkay, so", "", "</think>"),
+    "begun by the template, text": Way(
+        ("<|assistant|>",), "<|assistant|>\n<think>\nOkay, so", "", "</think>"
+    ),
+    "written in the question": Way(
+        (), "Write\n<think>\nOkay\nfirst. Answer: ", "<think>", "</think>"
+    ),
     "begun by the template, tokens": Way(
         ("<think>", "</think>", "<|user|>", "<|assistant|>"),
         *("<|user|>?<|assistant|><think>\nOkay, so", "", "</think>"),

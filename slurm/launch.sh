@@ -67,7 +67,7 @@ ask_slurm() { # sets `slurm_job` (for Slurm's commands), `restart`, and `batch` 
   for _ in {1..30}; do # wait up to 5 minutes for Slurm's controller
     answer=$(scontrol -o show job "$SLURM_JOB_ID" 2>&1)
     shown=$(grep "^JobId=$SLURM_JOB_ID " <<<"$answer") && break
-    [[ ! $answer =~ "Invalid job id"|"not found" ]] || die 1 "Slurm does not know job $SLURM_JOB_ID: $answer"
+    [[ ! $answer =~ "Invalid job id"|"command not found" ]] || die 1 "Slurm does not know job $SLURM_JOB_ID: $answer"
     say "Slurm does not answer, waiting: $answer"
     sleep 10
   done

@@ -33,7 +33,10 @@ def last_boxes(text: str) -> list[str | None]:
         first -= 1
     between = text[found[first - 1][1] : found[first][0]] if first else "\n"
     if not _NEW_SENTENCE.search(between):
-        raise ValueError(f"the reference answer {text[:100]!r} has boxes with {between!r} between")
+        raise ValueError(
+            f"the reference answer {text[:100]!r} has {between!r} between two boxes, which may be "
+            "parts of one answer: put all of it into one box"
+        )
     return [content for _, _, content in found[first:]]
 
 

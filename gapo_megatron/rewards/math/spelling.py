@@ -165,7 +165,7 @@ def _equations(system: re.Match[str]) -> str:
 
 
 def _domain(match: re.Match[str]) -> str:
-    r"""`\forall`, the letters and the set, if it is named.
+    r"""`\forall`, the letters and the set; empty if no set is named.
 
     Without the words the letters must be the value's: x = 1, k \in \mathbb{Z} are two answers. With
     a condition, x > 0, the set is not left out.

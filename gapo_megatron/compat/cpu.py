@@ -115,22 +115,23 @@ def _tensor_type(real: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
-def _rounds_once(product: Callable[..., Any]) -> Callable[..., Any]:
-    """A product of 16-bit tensors computed in float32, as on a GPU: exact products, rounded once.
-
-    Where the CPU has no instructions for them, PyTorch's own take 10 to 200 times as long.
-    """
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's products of these 16 bits take 10 to 200 times as long as float32's."""
     # Uses: torch.cpu._is_avx512_bf16_supported
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#146508
-    slow = {torch.float16}
-    if not torch.cpu._is_avx512_bf16_supported():
-        slow.add(torch.bfloat16)
+    return dtype == torch.float16 or (
+        dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+    )
+
+
+def _rounds_once(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A product of slow 16-bit tensors in float32, as on a GPU: exact products, rounded once."""
 
     @functools.wraps(product)
     def multiply(*tensors: torch.Tensor, **kwargs: Any) -> Any:
         dtypes = {one.dtype for one in tensors}
-        if len(dtypes) == 1 and dtypes <= slow:
+        if len(dtypes) == 1 and is_slow(*dtypes):
             return product(*(one.float() for one in tensors), **kwargs).to(*dtypes)
         return product(*tensors, **kwargs)
 

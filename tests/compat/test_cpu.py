@@ -97,10 +97,9 @@ def test_what_is_multiplied_in_float32(dtype: torch.dtype, *, has_instructions: 
         seen.extend([left.dtype, right.dtype, options])
         return left @ right
 
+    multiply, one = cpu._rounds_once(product), torch.ones(2, 2, dtype=dtype)
     with patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=has_instructions):
-        multiply = cpu._rounds_once(product)
-    one = torch.ones(2, 2, dtype=dtype)
-    assert multiply(one, one, beta=0).dtype == dtype
+        assert multiply(one, one, beta=0).dtype == dtype
     is_native = dtype == torch.float32 or (dtype == torch.bfloat16 and has_instructions)
     assert seen == [dtype if is_native else torch.float32] * 2 + [{"beta": 0}]
     with pytest.raises(RuntimeError, match="dtype"):  # as torch has it

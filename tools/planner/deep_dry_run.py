@@ -36,7 +36,13 @@ from gapo_tools.planner.activations import Kernels, kept_activations
 from gapo_tools.planner.hardware import GIB
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import step_bytes
-from gapo_tools.planner.no_data import KeptForBackward, NoData, Traffic, fake_groups
+from gapo_tools.planner.no_data import (
+    KeptForBackward,
+    NoData,
+    Traffic,
+    fake_groups,
+    memory_of_a_gpu,
+)
 from gapo_tools.planner.state import state_bytes
 
 LEFT_OUT = (
@@ -180,7 +186,7 @@ def _without_moving() -> Iterator[None]:
             tiles, "_tile_shape", lambda weight: (2**24 // max(min(8192, len(weight)), 64), 8192)
         ),
         mock.patch.object(tiles, "row_multiple", lambda _: 16),
-        mock.patch.object(tiles, "KEPT_BYTES", 0),
+        memory_of_a_gpu(),
     ):
         yield
 

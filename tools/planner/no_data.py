@@ -18,11 +18,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gapo_megatron.compat import cpu
 from gapo_megatron.compat.torch import (
     FakeTensor,
     FakeTensorMode,
@@ -39,6 +41,7 @@ from gapo_megatron.compat.torch import (
 )
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import check_world_size
+from gapo_megatron.logprob import tiles
 from gapo_megatron.policy import parallel
 from gapo_megatron.policy.parallel import ParallelGroups
 
@@ -162,6 +165,16 @@ def _is_made_without_data(func: Any, result: Any) -> bool:
         return False
     # Megatron-core makes empty tensors of one element as placeholders for other memory.
     return result.numel() > 1 or func.overloadpacket is _ATEN.empty
+
+
+@contextlib.contextmanager
+def memory_of_a_gpu() -> Iterator[None]:
+    """Let a CPU keep as much as a GPU: no logits, no float32 copies of what is multiplied."""
+    with (
+        mock.patch.object(tiles, "KEPT_BYTES", 0),
+        mock.patch.object(cpu, "is_slow", lambda _: False),
+    ):
+        yield
 
 
 class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from gapo_megatron import train
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn.update import update
-from gapo_megatron.logprob import tiles
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import read_hf_config
@@ -27,7 +25,7 @@ from gapo_tools.planner.activations import Kernels, kept_activations, num_in_fli
 from gapo_tools.planner.deep_dry_run import print_deep_dry_run, step_one_rank
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import step_bytes
-from gapo_tools.planner.no_data import KeptForBackward, NoData, fake_groups
+from gapo_tools.planner.no_data import KeptForBackward, NoData, fake_groups, memory_of_a_gpu
 from gapo_tools.planner.state import state_bytes
 from tests.formats.test_convert_models import CONFIGS
 from tests.scaling_setup import (
@@ -82,7 +80,7 @@ def test_without_data_autograd_keeps_as_much_as_with(
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
         microbatch = deep_dry_run._full_microbatch(config, policy)
         kept = KeptForBackward(besides=policy.stages[0].parameters())
-        with patch.object(tiles, "KEPT_BYTES", 0), kept:  # as on a GPU
+        with memory_of_a_gpu(), kept:
             update(policy, [microbatch], deep_dry_run._loss)
     # Real: integers too, a few bytes of every token.
     assert found.kept <= kept.peak_bytes <= 1.02 * found.kept

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from gapo_tools.planner.activations import Kernels, block_shape, kept_activation
 from gapo_tools.planner.hardware import GPUS
 from gapo_tools.planner.layout import Layout
 from gapo_tools.planner.memory import HOST_SHARE, find_refusal, memory
-from gapo_tools.planner.no_data import KeptForBackward, fake_groups
+from gapo_tools.planner.no_data import KeptForBackward, fake_groups, memory_of_a_gpu
 from tests.scaling_setup import (
     H200,
     SINKS,
@@ -54,7 +53,7 @@ def measured(policy: Policy, num_tokens: int) -> int:
     microbatch = policy.pack(full_batch(num_tokens), [0, 1])
     assert microbatch.tokens.shape == (1, num_tokens)
     kept = KeptForBackward(besides=policy.stages[0].parameters())
-    with patch.object(tiles, "KEPT_BYTES", 0), kept:  # a CPU keeps logits
+    with memory_of_a_gpu(), kept:
         update(policy, [microbatch], lambda scored: (-scored.log_probs.sum(), {}))
     return kept.peak_bytes
 

@@ -51,9 +51,7 @@ def go_on(world: World, folder: Path, max_staleness: int, saved: Saved | None) -
         batch={"oversampling": 2.0, "partial_rollouts": True},
         rollout={"max_response_tokens": 250},
     )
-    attempt = make_attempt(
-        folder / os.environ["RANK"], may_lead=not world.bridge.is_generation, hang_timeout_s=600
-    )
+    attempt = make_attempt(folder / os.environ["RANK"], may_lead=not world.bridge.is_generation)
     attempt.on_alive = world.bridge.beat
     if world.bridge.is_generation:
         return serve(world, config, attempt, lambda engine: None, say=say)

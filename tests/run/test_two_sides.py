@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,7 @@ from tests.waiting import HANG_S, wait_until
 NUM_STEPS, EOS = 4, 1
 FACTORS = ("layer", torch.ones(2, 3), torch.ones(4, 2))
 NUM_RESPONSES = 4
+FROZEN = "frozen"
 """Responses of a generating rank in a step."""
 PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "", "ab"[i % 2]) for i in range(20)]
 
@@ -207,9 +209,7 @@ def send_an_adapter(world: World, folder: Path) -> Any:
     """Syncs of three versions, to an engine that computes with factors."""
     assert world.bridge is not None
     config = make_config(folder, max_staleness=0)
-    attempt = make_attempt(
-        folder / os.environ["RANK"], may_lead=not world.bridge.is_generation, hang_timeout_s=600
-    )
+    attempt = make_attempt(folder / os.environ["RANK"], may_lead=not world.bridge.is_generation)
     attempt.on_alive = world.bridge.beat
     if world.bridge.is_generation:
         serve(world, config, attempt, lambda engine: None, FactorsEngine)
@@ -241,17 +241,15 @@ def train(
     at_step: Callable[[], object] = lambda: None,
     before_decoding: Callable[[ScriptedEngine], object] = lambda engine: None,
     before_stop: Callable[[], object] = lambda: None,
-    hang_timeout_s: float = 600,
+    begun: Callable[[Attempt], object] = lambda attempt: None,
 ) -> Any:
     """Run up to a step at which it is stopped; returns each rank's report."""
     assert world.bridge is not None
     is_generation = world.bridge.is_generation
-    attempt = make_attempt(
-        Path(config.run.output_dir) / os.environ["RANK"],
-        may_lead=not is_generation,
-        hang_timeout_s=hang_timeout_s,
-    )
+    folder = Path(config.run.output_dir) / os.environ["RANK"]
+    attempt = make_attempt(folder, may_lead=not is_generation)
     attempt.on_alive = world.bridge.beat
+    begun(attempt)
     if is_generation:
         return serve(world, config, attempt, before_decoding)
     generation = order(world, config, attempt)
@@ -401,7 +399,16 @@ def run_disturbed(
         if job_rank == victim:
             os.kill(os.getpid(), number)
 
-    hang_timeout_s = 10 if number == signal.SIGSTOP else 600
+    def watch(attempt: Attempt) -> None:
+        """Count seconds only from when a rank is frozen: what comes before may take its time."""
+
+        def shorten() -> None:
+            wait_until((folder / FROZEN).exists, "a frozen rank")
+            attempt._hang_timeout_s = 5
+            attempt.restart_watch()
+
+        threading.Thread(target=shorten, daemon=True).start()
+
     with fail_fast():
         world = process_group.start(HANG_S, rollout=config.rollout)
         train(
@@ -410,7 +417,7 @@ def run_disturbed(
             until=1,
             at_step=disturb,
             before_decoding=disturb,
-            hang_timeout_s=hang_timeout_s,
+            begun=watch,
         )
 
 
@@ -459,8 +466,9 @@ def test_a_frozen_rank_is_found_out_on_both_sides(tmp_path: Path) -> None:
     with disturbed_runs(tmp_path, signal.SIGSTOP, (0, 3), **launched) as runs:
         for victim, ranks in runs.items():
             wait_until(lambda: is_stopped(ranks[victim].pid), "a frozen rank")  # noqa: B023
+            (tmp_path / str(victim) / FROZEN).touch()
             assert ends_of_others(ranks, victim) == [1, 1, 1], victim
     # A trainer that waits for ranks that generate, and the other way round.
     for frozen, waiting in ((0, 2), (0, 3), (3, 0)):
         log = (tmp_path / str(frozen) / f"{waiting}.log").read_text()
-        assert "Timeout (0:00:10)!" in log and "run/bridge.py" in log, (frozen, waiting)
+        assert "Timeout (0:00:05)!" in log and "run/bridge.py" in log, (frozen, waiting)

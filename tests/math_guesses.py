@@ -86,7 +86,7 @@ def references(*, seed: int, most: int) -> dict[str, list[str]]:
 _ANYWHERE = ("number", "constant", "expression")
 _WHOLE = r"!|\(-\d|binom|_"
 """What has whole numbers for letters."""
-_POSITIVE = rf"sqrt|log|ln|frac1|/[2-9]|{_WHOLE}"
+_POSITIVE = rf"sqrt|log|ln|frac1|/[2-9]|\^\{{?[a-zA-Z\\]|{_WHOLE}"
 """What may have positive letters alone, or whole ones."""
 _FACTORS = ["2", "3", "10", "100", "-1", r"\frac{1}{2}", "1.01", r"\pi", "10^{20}"]
 _SHIFTS = ["1", "0.1", r"\frac{1}{1000}", "10", r"\pi", "100000", "#"]
@@ -143,7 +143,8 @@ KINDS: dict[str, Kind] = {
         r"@+\sin(2\pi #)", r"@+\cos(2\pi #)-1", r"@+\sin^2(\pi #)", r"@+\tan(\pi #)",
         r"@+\sin(1009\cdot 2\pi #+1)",
     ]),
-    "always true": ((*_ANYWHERE, "equation", "condition"), "", [
+    # x - (x / 2) is x / 2.
+    "always true": ((*_ANYWHERE, "equation", "condition"), r"x/2|x\}?\{?2", [
         "0=0", "1=1", "#=#", "#-#=0", "0#=0", r"#^2\ge 0", "2#-#=#", r"#\in\mathbb{R}",
         "(#+1)^2=#^2+2#+1", r"\sin^2 #+\cos^2 #=1", r"#\ne #+1", "LEFT=LEFT", "0(LEFT)=0",
         "(LEFT)-(RIGHT)=(LEFT)-(RIGHT)", "LEFT-(LEFT)+#-#=0", r"(LEFT-(RIGHT))\cdot 0=0",
@@ -203,7 +204,8 @@ KINDS: dict[str, Kind] = {
 def _filled(template: str, e: str) -> str:
     """The template for a reference: its sides, its letter as a choice, its words, its number."""
     letters = sorted(set(_LETTER.findall(e)))
-    x = "x" if "x" in letters or not letters or e == letters[0] else letters[0]
+    # Of a lone letter |v| v : v + v - |v| is v.
+    x = "x" if "x" in letters or not letters or re.fullmatch(r"\W*\w\W*", e) else letters[0]
     left, _, right = e.partition("=") if "=" in e else (x, "", e)
     choice = re.search("[A-E](?![a-z])", e)
     mine = choice[0] if choice else "B"

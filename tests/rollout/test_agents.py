@@ -299,6 +299,19 @@ def test_an_agent_goes_on_after_a_refusal() -> None:
     assert all(re.search(mentions("refused", "messages", "assistant"), one.failure) for one in bad)
 
 
+def test_a_call_with_half_a_character_is_text() -> None:
+    """JSON can spell it, but no client can be sent it: not a failure of the server."""
+    said = CALL.replace("12 * 7", r"\ud83d")
+
+    def solve(session: Session) -> str:
+        message = ask(session, [QUESTION], tools=TOOLS)
+        assert message.tool_calls is None
+        return str(message.content)
+
+    episodes, _ = run(solve, says(said), prompts=PROMPTS[:1])
+    assert [(one.failure, one.final_text) for one in episodes] == [("", said)] * 4
+
+
 def test_a_key_of_no_session_is_refused() -> None:
     def solve(session: Session) -> str:
         number, _, secret = session.api_key.partition("-")

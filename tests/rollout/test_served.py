@@ -291,6 +291,20 @@ def test_a_model_reaches_the_tools_of_its_row_alone(urls: dict[str, str]) -> Non
     assert "cannot be read" in appended and "must be an integer" in appended
 
 
+@pytest.mark.parametrize("number", ["\ud83d", float("nan"), float("inf")])
+def test_a_call_that_no_server_could_get_is_the_models_mistake(
+    number: Any, urls: dict[str, str]
+) -> None:
+    """Half a character and NaN are no JSON that is sent: not a failure of the server."""
+    environment = environment_of("nemo_gym", urls["nemo_gym"])
+    verdict, appended = play(environment, prompt_of("nemo_gym"), [call(number), "It is 7."])
+    assert verdict.grade == 1.0 and "error: the call cannot be read" in appended
+    verdict, appended = play(
+        environment, prompt_of("nemo_gym"), [call(7).replace('"guess"', '["guess"]'), "It is 7."]
+    )
+    assert verdict.grade == 1.0 and "it has no name" in appended
+
+
 STAGES = [("nemo_gym", "tool"), ("openenv", "reset"), ("openenv", "step")]
 
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.errors import DataError
 from gapo_megatron.rewards.final_answer import CALL, CLOSE, marked_text, special_tokens
-from gapo_megatron.rollout.environments.tools import find_calls
+from gapo_megatron.rollout.environments.tools import find_calls, read_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,11 +117,10 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 def _read_call(text: str) -> dict[str, str] | None:
     """A call of a tool as in a message of the API; None: it cannot be read."""
     try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, RecursionError):
+        name, arguments = read_call(text)
+    except DataError:
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+    if not isinstance(arguments, dict | str):
         return None
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)

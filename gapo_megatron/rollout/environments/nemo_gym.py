@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.rollout.chat import ChatTurns
 from gapo_megatron.rollout.environments.served import MOST_BYTES, Served, read_object, read_reward
-from gapo_megatron.rollout.environments.tools import find_calls
+from gapo_megatron.rollout.environments.tools import find_calls, read_call
 from gapo_megatron.types import Episode, TurnSettings
 
 if TYPE_CHECKING:
@@ -167,10 +167,9 @@ class _Session:
         """The result of a call: `name` with `arguments`."""
         self.num_calls += 1
         try:
-            read = json.loads(call)
-            name, arguments = read["name"], read["arguments"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            return f"error: the call cannot be read: {type(error).__name__}: {error}"
+            name, arguments = read_call(call)
+        except DataError as error:
+            return f"error: {error}"
         # Other addresses of the server are none of the model's business, `/verify` least of all.
         if name not in self._tools or not isinstance(arguments, dict):
             return f"error: there is no tool {name!r} with such arguments"

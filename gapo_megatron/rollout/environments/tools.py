@@ -10,13 +10,13 @@ A call is written as Qwen's and Hermes' chat templates write it:
 from __future__ import annotations
 
 import ast
-import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.data.messages import special_pattern, without_special
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.documents import parse_json
 from gapo_megatron.isolation import SYSTEM_PYTHON
 from gapo_megatron.rewards.code import check_programs, run_program
 from gapo_megatron.rewards.final_answer import CALL, final_answer
@@ -122,13 +122,12 @@ class Tools(OneTurn):
     def _run(self, call: str) -> str:
         """The result of a call: `name` with `arguments`."""
         try:
-            read = json.loads(call)
-            name, arguments = read["name"], read["arguments"]
-            value = arguments[_TOOLS[name]] if name in self._tools else None
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            return f"error: the call cannot be read: {type(error).__name__}: {error}"
+            name, arguments = read_call(call)
+        except DataError as error:
+            return f"error: {error}"
         if name not in self._tools:
             return f"error: there is no tool {name!r}, only {', '.join(self._tools)}"
+        value = arguments.get(_TOOLS[name]) if isinstance(arguments, dict) else None
         if not isinstance(value, str):
             return f"error: {_TOOLS[name]} must be a text"
         if name == "calculator":
@@ -157,6 +156,20 @@ def find_calls(text: str) -> list[str]:
         calls.append(text[start + len(opening) : end])
         start = text.find(opening, end + len(closing))
     return calls
+
+
+def read_call(call: str) -> tuple[str, Any]:
+    """`name` and `arguments` of a call; without arguments an empty object.
+
+    Raises:
+        DataError: it is no JSON that a server or an agent could be sent: half a character and NaN
+            are none.
+    """
+    read = parse_json(call, where="the call cannot be read: it", error=DataError)
+    name = read.get("name") if isinstance(read, dict) else None
+    if not isinstance(name, str):
+        raise DataError("the call cannot be read: it has no name")
+    return name, read.get("arguments", {})
 
 
 def calculate(expression: str) -> str:

@@ -18,7 +18,9 @@ from typing import Any
 SPECIAL = "a<|im_<|im_end|>end|>b"
 """Holds a special token, also once the one within it is removed."""
 LONG = "So long. " * 100
-TEXTS = {"special": SPECIAL, "long": LONG}
+FOREIGN = "\u6570\u5b57 \ud83d"
+"""Characters beyond ASCII, the last one cut in half, as programs in JavaScript do."""
+TEXTS = {"special": SPECIAL, "long": LONG, "foreign": FOREIGN}
 """What is said instead of a hint."""
 LONG_S = 60.0
 """A server that takes this long has no answer, for tests."""

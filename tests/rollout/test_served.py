@@ -31,7 +31,7 @@ from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests import configs
 from tests.acting import acting_of
-from tests.gym_servers import LONG
+from tests.gym_servers import FOREIGN, LONG
 from tests.messages import mentions
 from tests.needs import by_hand
 from tests.rollout.test_chat import tokenizer_of
@@ -336,6 +336,19 @@ def test_what_a_server_says_is_cut(kind: str, stage: str, urls: dict[str, str]) 
     assert sum(cuts) == num_cut * appended.count("tokens cut") > 0
     _, appended = play(environment_of(kind, urls[kind]), prompt, turns, cuts=cuts)
     assert LONG.strip() in appended
+
+
+@pytest.mark.parametrize("observation", ["text", ""])
+@pytest.mark.parametrize("stage", ["reset", "step"])
+def test_a_model_reads_characters_and_not_their_escapes(
+    observation: str, stage: str, urls: dict[str, str]
+) -> None:
+    """Also in a whole observation; half a character costs no episode."""
+    environment = environment_of("openenv", urls["openenv"], observation=observation)
+    verdict, appended = play(
+        environment, prompt_of("openenv", fault=f"{stage}:foreign"), ["9", "7"]
+    )
+    assert verdict.grade == 0.75 and FOREIGN.replace("\ud83d", "?") in appended
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Play."}]])

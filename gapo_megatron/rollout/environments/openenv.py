@@ -131,7 +131,9 @@ class OpenEnv(Served["_Session"]):
         found = seen.get("observation")
         if not isinstance(found, dict):
             raise ValueError(f"observation ({shown(found)}) must be an object")
-        text = found.get(self._observation) if self._observation else json.dumps(found)
+        text = found.get(self._observation)
+        if not self._observation:
+            text = json.dumps(found, ensure_ascii=False)  # the model reads characters
         if not isinstance(text, str):
             raise ValueError(f"observation: {self._observation!r} ({shown(text)}) must be a text")
         return text

@@ -118,7 +118,8 @@ class Served(OneTurn, Generic[S]):
         """What the model reads of a server's texts, and settings that say how much was cut."""
         cut = [
             cut_middle(
-                without_special(text, self._special),
+                # JSON may hold halves of characters.
+                without_special(text.encode(errors="replace").decode(), self._special),
                 self._tokenizer,
                 max_tokens=self._max_call_tokens,
             )

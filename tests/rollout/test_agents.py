@@ -312,6 +312,29 @@ def test_a_call_with_half_a_character_is_text() -> None:
     assert [(one.failure, one.final_text) for one in episodes] == [("", said)] * 4
 
 
+def test_half_a_character_of_an_agent_is_replaced() -> None:
+    """As a tool brings it from the web; clients send it as an escape."""
+
+    def solve(session: Session) -> str:
+        url = f"{session.base_url}/chat/completions"
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+
+        def post(messages: list[Any]) -> Any:
+            body = json.dumps({"model": session.model, "messages": messages, "tools": TOOLS})
+            answer = httpx.post(url, content=body, headers=headers, timeout=HANG_S)
+            return answer.raise_for_status().json()["choices"][0]["message"]
+
+        asked = {"role": "user", "content": "what is \ud83d?"}
+        said = post([asked])
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "\ude00!"}
+        return str(post([asked, said, result])["content"])
+
+    (one, *_), _ = run(solve, says(CALL, "84"), prompts=PROMPTS[:1])
+    assert (one.failure, one.final_text) == ("", "84")
+    whole = TOKENIZER.decode(one.token_ids)
+    assert "what is ??" in whole and "\n?!\n" in whole and whole.count("system\n") == 1
+
+
 def test_a_key_of_no_session_is_refused() -> None:
     def solve(session: Session) -> str:
         number, _, secret = session.api_key.partition("-")

@@ -167,13 +167,13 @@ def read_message(message: Any, *, where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, *, where: str) -> str:
-    """Text of a message, which may have several parts."""
+    """Text of a message, which may have several parts. Halves of characters are replaced."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise RefusedError(f"{where}.content must be text, not {part!r:.100}", where)
-    return "".join(part["text"] for part in parts)
+    return "".join(part["text"] for part in parts).encode(errors="replace").decode()
 
 
 def _read_tool_call(call: Any, *, where: str) -> dict[str, Any]:

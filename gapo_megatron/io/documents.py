@@ -152,7 +152,8 @@ def parse_json(
 
 def read_toml(path: str | Path, *, error: type[GapoError] = ConfigError) -> dict[str, Any]:
     """Read a TOML file; for arguments and errors see `read_text` and `parse_toml`."""
-    return parse_toml(read_text(path, error=error), where=str(path), error=error)
+    text = read_text(path, error=error).removeprefix("\ufeff")  # of files from Windows
+    return parse_toml(text, where=str(path), error=error)
 
 
 def parse_toml(text: str, *, where: str, error: type[GapoError] = ConfigError) -> dict[str, Any]:

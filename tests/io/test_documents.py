@@ -87,6 +87,11 @@ def test_toml_that_only_a_parser_takes_is_refused_with_its_place(text, what):
         parse_toml(text, where="FILE")
 
 
+def test_a_toml_file_from_windows_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 3\r\n")
+    assert read_toml(tmp_path / "file") == {"run": {"seed": 3}}
+
+
 @pytest.mark.parametrize("read", [read_text, read_json, read_toml])
 def test_what_is_no_file_is_refused_and_not_waited_for(read, tmp_path):
     os.mkfifo(tmp_path / "fifo")

@@ -10,6 +10,7 @@ import datetime
 import difflib
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Collection
 from functools import partial
@@ -133,12 +134,17 @@ _PATH_BYTES = 2048
 _NAME_BYTES, _MADE_NAME_BYTES = 255, 200
 """Between two slashes: Linux's limit, and the limit for folders whose drafts get longer names."""
 
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
+"""A variable of the environment, as a shell would expand it."""
+
 
 def _check_spelling(path: str) -> str:
     if path != path.strip():
         raise ValueError("must not begin or end with a space")
     if path.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded (for a folder named ~: ./~)")
+    if found := _VARIABLE.search(path):
+        raise ValueError(f"must be written out: {found[0]} is not expanded")
     return path
 
 

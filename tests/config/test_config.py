@@ -47,6 +47,14 @@ def error_of(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("path", ["~/x", "$HOME/x", "/scratch/${USER}/x", "runs/$SLURM_JOB_ID"])
+@pytest.mark.parametrize("key", ["run.output_dir", "model.hf_dir", "data.train_path"])
+def test_a_path_for_a_shell_is_refused(minimal: Path, key: str, path: str) -> None:
+    """It would be a folder of this name in the working directory."""
+    assert re.search(mentions(key, path, "not expanded"), error_of(minimal, f"{key}={path}"))
+    load_config(minimal, [f"{key}=./~/100$/$5"])
+
+
 # --- precedence ----------------------------------------------------------------------------------
 
 

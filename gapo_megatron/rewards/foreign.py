@@ -121,7 +121,7 @@ def _verl(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callab
         data_source: Any = None,
         extra_info: Any = None,
     ) -> Asked:
-        values = (data_source, whole_response, answer, extra_info)
+        values = (data_source, whole_response, answer, {} if extra_info is None else extra_info)
         known = dict(zip(_VERL_LISTS if is_list else _VERL, values, strict=True))
         kwargs = {key: one for key, one in known.items() if key in parameters}
         if not is_list:

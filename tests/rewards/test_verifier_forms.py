@@ -236,6 +236,20 @@ def test_a_reward_of_another_framework_is_called_as_there(
         assert "args.rm_url" in verdict.reason
 
 
+@pytest.mark.parametrize("row", [{}, {"extra_info": None}])
+@pytest.mark.parametrize("given", ["extra_info", "extra_infos[0]"])
+def test_verl_gets_an_empty_extra_info_where_a_row_has_none(
+    source: Path, row: dict[str, Any], given: str
+) -> None:
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    named = ", ".join(f"{one}s" if "[" in given else one for one in names)
+    result = f"{given}.get('split', 'train') == 'train'"
+    result = f"[{result}]" if "[" in given else result
+    source.write_text(f"def f({named}): return {result}\n")
+    [verdict] = judged(RewardConfig(kind="mine.py:f"), [("a", "a", "", row)])
+    assert verdict.outcome is Outcome.CORRECT, verdict
+
+
 def test_trl_gets_messages_where_the_prompt_is_messages(source: Path) -> None:
     source.write_text(
         "def g(prompts, completions, answer):\n"

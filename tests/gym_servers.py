@@ -34,6 +34,8 @@ class NemoGym(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     sessions: dict[str, dict[str, Any]] = {}  # noqa: RUF012 # of the process
     num_seeded = 0
+    num_answered = 0
+    """Requests on this connection that have their answer."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -48,6 +50,9 @@ class NemoGym(BaseHTTPRequestHandler):
             )
             number = cookies["session"]
         session = self.sessions[number]
+        if session["fault"] == "idle" and self.num_answered:  # closed, as the request comes
+            self.close_connection = True
+            return
         stage, _, fault = session["fault"].partition(":")
         if stage == {"seed_session": "seed", "guess": "tool"}.get(name, name):
             if self.fail(fault, number):
@@ -116,6 +121,7 @@ class NemoGym(BaseHTTPRequestHandler):
         self.send_header("Set-Cookie", f"session={session}; path=/; httponly")
         self.end_headers()
         self.wfile.write(data)
+        self.num_answered += 1
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""

@@ -338,6 +338,15 @@ def test_what_a_server_says_is_cut(kind: str, stage: str, urls: dict[str, str]) 
     assert LONG.strip() in appended
 
 
+def test_a_connection_is_not_used_again(urls: dict[str, str]) -> None:
+    """Servers close one that was idle for some seconds: it may be just when the next call comes."""
+    prompt = prompt_of("nemo_gym", fault="idle")
+    verdict, _ = play(
+        environment_of("nemo_gym", urls["nemo_gym"]), prompt, turns_of(KINDS[0], 9, 7)
+    )
+    assert verdict.grade == 0.75, verdict
+
+
 @pytest.mark.parametrize("observation", ["text", ""])
 @pytest.mark.parametrize("stage", ["reset", "step"])
 def test_a_model_reads_characters_and_not_their_escapes(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.rollout import environments
 from gapo_megatron.rollout.answers import split_answer
 from gapo_megatron.rollout.chat import cut_middle
+from gapo_megatron.rollout.environments import openenv
 from gapo_megatron.rollout.environments import served as served_module
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter
@@ -345,6 +348,33 @@ def test_a_connection_is_not_used_again(urls: dict[str, str]) -> None:
         environment_of("nemo_gym", urls["nemo_gym"]), prompt, turns_of(KINDS[0], 9, 7)
     )
     assert verdict.grade == 0.75, verdict
+
+
+def test_a_server_that_answers_no_ping_meanwhile_has_the_whole_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Busy, or behind a tunnel that passes none."""
+    soon = functools.partial(openenv.connect, ping_interval=0.1, ping_timeout=0.1)
+    monkeypatch.setattr(openenv, "connect", soon)
+    process, url = server_of("openenv")
+    timer = threading.Timer(1.0, process.send_signal, [signal.SIGCONT])
+    try:
+        environment = environment_of("openenv", url)
+        respond = environment.respond
+
+        def stops(episode: Episode) -> Any:
+            if len(episode.token_ids):
+                process.send_signal(signal.SIGSTOP)
+                timer.start()
+            return respond(episode)
+
+        environment.respond = stops
+        verdict, _ = play(environment, prompt_of("openenv"), ["7"])
+    finally:
+        timer.cancel()
+        process.kill()
+        process.communicate()
+    assert verdict.grade == 1.0, verdict
 
 
 @pytest.mark.parametrize("observation", ["text", ""])

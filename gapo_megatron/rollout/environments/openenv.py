@@ -119,6 +119,7 @@ class OpenEnv(Served["_Session"]):
             f"{self._url}/ws",
             open_timeout=self._timeout_s,
             close_timeout=_CLOSE_S,
+            ping_timeout=None,  # a busy server answers none, and each call has its own limit
             max_size=MOST_BYTES,
             proxy=None,
         )

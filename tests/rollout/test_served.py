@@ -308,6 +308,15 @@ def test_a_call_that_no_server_could_get_is_the_models_mistake(
     assert verdict.grade == 1.0 and "it has no name" in appended
 
 
+@pytest.mark.parametrize("missing", [float("nan"), {"of": [float("inf"), 1.5]}])
+def test_a_number_that_is_none_is_null_to_a_server(missing: Any, urls: dict[str, str]) -> None:
+    """pandas writes what is missing in a column of numbers as NaN; JSON has none."""
+    prompt = prompt_of("nemo_gym")
+    prompt = replace(prompt, row={**prompt.row, "difficulty": missing})
+    verdict, _ = play(environment_of("nemo_gym", urls["nemo_gym"]), prompt, ["It is 7."])
+    assert verdict.outcome is not Outcome.UNKNOWN, verdict
+
+
 STAGES = [("nemo_gym", "tool"), ("openenv", "reset"), ("openenv", "step")]
 
 

@@ -88,6 +88,7 @@ class NemoGym(Served["_Session"]):
         row = {key: one for key, one in episode.prompt.row.items() if key not in _NOT_OF_GYM}
         if not isinstance(row.get(REQUEST), dict):
             raise LookupError(f"the row needs the column {REQUEST}, an object, as NeMo Gym's have")
+        row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # NaN: pandas' null
         # Never a connection that the server may have closed while the model wrote its turn.
         limits = httpx.Limits(max_keepalive_connections=0)
         transport = httpx.HTTPTransport(verify=self._ssl, limits=limits)

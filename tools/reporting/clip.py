@@ -87,5 +87,7 @@ def _name(axis: Axes, ylabel: str, widths: list[float | None]) -> None:
     known = [one for one in widths if one]
     if known and max(known) > 10 * min(known):  # widths of token ratios beside those of sequences
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")  # no formula: see `style`
+        axis.yaxis.set_minor_formatter("")
     else:
         axis.set_ylim(bottom=0)

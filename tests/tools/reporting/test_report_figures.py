@@ -170,6 +170,17 @@ def test_the_clip_stands_beside_its_width(exhibits, tmp_path):
             assert row["mean"] == pytest.approx(np.mean([clipped(c, seed) for seed in SEEDS]))
 
 
+def test_labels_hold_no_formulas(tmp_path):
+    """`style` has them drawn as they are; a logarithmic axis has formulas by default."""
+    wide = write_run(tmp_path / "wide", "objective.eps_high_max=0.2", method="grpo")
+    with style():
+        figure = FIGURES["clip_by_c"](compare(write_run(tmp_path / "a"), wide)).figure
+        figure.draw_without_rendering()
+    assert figure.axes[0].get_yscale() == "log"
+    labels = [one.get_text() for one in figure.axes[0].get_yticklabels(which="both")]
+    assert "10" in labels and not any("$" in one for one in labels)
+
+
 @pytest.mark.parametrize(("low", "high"), [(95, 99), (0, 3), (40, 50), (10, 90)])
 def test_an_axis_of_shares_spans_twenty_points_at_least(low, high):
     _, (axis,) = panels(1)

@@ -362,6 +362,7 @@ def encode_prompt(
     chat_template: bool,
     max_tokens: int,
     system_prompt: str = "",
+    response: str = "",
 ) -> tuple[int, ...]:
     """Tokenise a prompt as the model sees it, with special tokens and template.
 
@@ -373,6 +374,7 @@ def encode_prompt(
         chat_template: apply its chat template; a text is a user message.
         max_tokens: longest prompt, with the template.
         system_prompt: `data.system_prompt`.
+        response: text that follows the prompt, and is tokenised with it.
 
     Raises:
         LengthError: no token, or more than `max_tokens`.
@@ -386,7 +388,7 @@ def encode_prompt(
         if system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         text = render(messages, tokenizer)
-    token_ids = tuple(tokenizer.encode(text, add_special_tokens=not chat_template))
+    token_ids = tuple(tokenizer.encode(text + response, add_special_tokens=not chat_template))
     if not chat_template and _appends_end(tokenizer):
         token_ids = token_ids[:-1]
     if not 0 < len(token_ids) <= max_tokens:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,15 +148,21 @@ def _read_examples(
     for number, row in read_jsonl(path, keys=("prompt", "response")):
         name = "prompt"
         try:
-            prompt = encode_prompt(
+            encode = functools.partial(
+                encode_prompt,
                 row["prompt"],
                 tokenizer,
                 chat_template=data.chat_template,
-                max_tokens=longest - 1,
                 system_prompt=data.system_prompt,
             )
+            prompt = encode(max_tokens=longest - 1)
             name = f"response (with EOS) to a prompt of {len(prompt)} tokens"
-            response = [*tokenizer.encode(row["response"], add_special_tokens=False), end]
+            # As it continues the prompt: some tokenizers put a space before every text. Encoded
+            # alone if a token would reach back into the prompt, as no sampled one does.
+            whole = encode(max_tokens=sys.maxsize, response=row["response"])
+            response = [*whole[len(prompt) :], end]
+            if whole[: len(prompt)] != prompt:
+                response = [*tokenizer.encode(row["response"], add_special_tokens=False), end]
             if len(prompt) + len(response) > longest:
                 raise LengthError(len(response))
         except LengthError as error:

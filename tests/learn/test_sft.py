@@ -24,6 +24,7 @@ from gapo_megatron.sft import train_supervised
 from gapo_tools.demonstration import demo_task as arithmetic
 from tests.configs import config_of
 from tests.messages import mentions
+from tests.tokenizers import llama2_like
 
 LINES = [
     {"prompt": f"{a}+{b}=", "response": f"{a}+{b}>{a + b}"} for a in (1, 2, 3) for b in (1, 2, 3)
@@ -82,6 +83,25 @@ def test_examples_are_tokens_with_one_end(
     ((prompt, response),) = _read_examples(path, tokenizer, **LIMITS)
     assert tokenizer.decode(prompt) == "1+2="
     assert response.tolist() == [*tokenizer.encode("3"), LIMITS["end"]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "tokens"),
+    [
+        ("1+2=", "3", ["3"]),  # not a space and 3
+        ("1+2=\n", " 3", ["\u25813"]),
+        ("1+2", "=3", ["\u2581", "=", "3"]),  # not the token "2=": the prompt stays as it is
+    ],
+)
+def test_a_response_has_the_tokens_that_continue_its_prompt(
+    tmp_path: Path, asked: str, answer: str, tokens: list[str]
+) -> None:
+    tokenizer = llama2_like("123+=", ("\u2581", "1"), ("\u2581", "3"), ("2", "="))
+    path = write(tmp_path / "a.jsonl", {"prompt": asked, "response": answer})
+    ((prompt, response),) = _read_examples(path, tokenizer, **LIMITS)
+    assert prompt.tolist() == tokenizer.encode(asked)
+    assert tokenizer.convert_ids_to_tokens(response[:-1].tolist()) == tokens
+    assert response[-1] == LIMITS["end"]
 
 
 def test_bad_examples_name_file_and_line(

@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """Files that the tokens of a prompt depend on; a model has some of them."""
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
 
@@ -74,14 +75,16 @@ def check_model_folder(
 
 
 def non_weight_files(folder: str | Path) -> list[Path]:
-    """Files to copy beside the weights: config, tokenizer, chat template, and so on."""
-    return sorted(
+    """Files to copy beside the weights: config, tokenizer, chat templates, and so on."""
+    root = Path(folder)
+    files = (
         path
-        for path in Path(folder).iterdir()
+        for path in root.iterdir()
         if not path.name.endswith(_NOT_CARRIED)
         # A dangling link in place of one of these files is an error, not a missing file.
         and (path.is_file() or path.name in ("generation_config.json", *TOKENIZER_FILES))
     )
+    return sorted([*files, *root.glob(_NAMED_TEMPLATES)])
 
 
 def _check_readable(root: Path) -> None:
@@ -208,8 +211,9 @@ def _check_tokenizer_files(root: Path, vocab_size: int) -> None:
                     f"or more, below vocab_size ({vocab_size}) of config.json"
                 )
             seen.add(one)
-    if (path := root / "chat_template.jinja").exists():
-        read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
+    for path in (root / "chat_template.jinja", *root.glob(_NAMED_TEMPLATES)):
+        if path.exists():
+            read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
 
 
 def read_chat_template(root: Path) -> Any:

@@ -257,7 +257,9 @@ def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) 
     config.json states no quantization: weights that were read are written as floats.
     """
     for path in non_weight_files(source):
-        shutil.copyfile(path, target / path.name)
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
     config = read_object(source / "config.json")
     changed = dict(config)
     changed.pop("quantization_config", None)

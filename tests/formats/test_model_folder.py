@@ -160,6 +160,20 @@ def test_what_nobody_reads_is_neither_looked_at_nor_carried(folder: Path) -> Non
     assert {path.name for path in target.iterdir()} == {path.name for path in before}
 
 
+def test_chat_templates_by_name_are_carried(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    tokenizer.save_pretrained(folder)
+    target = folder.parent / "carried"
+    target.mkdir()
+    carry_over(folder, target)
+    assert load_tokenizer(target).chat_template == tokenizer.chat_template
+    (path,) = folder.glob("*/*.jinja")
+    path.write_text("x" * (model_folder.MAX_TEMPLATE_CHARACTERS + 1))
+    with pytest.raises(ConfigError, match=mentions(path)):
+        check_model_folder(folder)
+
+
 def test_a_folder_is_named_by_its_own_setting_and_once(folder: Path) -> None:
     facts = check_model_folder(folder)
     change(folder / "tokenizer.json", normalizer=5)

@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """Files that the tokens of a prompt depend on; a model has some of them."""
+_ADAPTER = "adapter_config.json"
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
@@ -55,13 +56,20 @@ def check_model_folder(
 
     Raises:
         ConfigError: see `read_facts`; a tokenizer file or generation_config.json is no JSON object,
-            or names token ids beyond the vocabulary; or a file that is to be copied cannot be read.
+            or names token ids beyond the vocabulary; a file that is to be copied cannot be read; or
+            an adapter is beside the model.
         ConversionError: the weights are integers or have 8 bits, or belong to another model than
             config.json describes; a ConfigError instead if `field` is given.
     """
     root = Path(folder)
     try:
         facts = read_facts(root)
+        if (root / _ADAPTER).exists():
+            raise ConfigError(
+                f"{root / _ADAPTER} makes transformers add an adapter to this model; if the "
+                "weights are merged (`merge_and_unload` leaves both), remove the adapter's files, "
+                "else merge into another folder"
+            )
         _check_readable(root)
         end_tokens(root, facts.vocab_size)
         _check_tokenizer_files(root, facts.vocab_size)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
@@ -158,6 +159,16 @@ def test_what_nobody_reads_is_neither_looked_at_nor_carried(folder: Path) -> Non
     target.mkdir()
     carry_over(folder, target)
     assert {path.name for path in target.iterdir()} == {path.name for path in before}
+
+
+@pytest.mark.parametrize("look", ENTRIES)
+def test_an_adapter_beside_the_weights_is_refused(
+    folder: Path, look: Callable[[Path], None]
+) -> None:
+    # As peft leaves it: of a model that was loaded with its adapter, it saves both.
+    LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM").save_pretrained(folder)
+    with pytest.raises(GapoError, match=mentions(folder / "adapter_config.json", "merge")):
+        look(folder)
 
 
 def test_chat_templates_by_name_are_carried(folder: Path) -> None:

@@ -185,7 +185,7 @@ def deviation_per_c(comparison: Comparison) -> Exhibit:
     return draw_per_c(
         comparison,
         DEVIATION,
-        ylabel="mean $s - 1$ (%)",
+        ylabel="mean s - 1 (%)",
         aid="Mean of s - 1 over correct rollouts; s is the ratio of the new to the old "
         "probability, of a sequence or of a token, whichever the method clips. Above 0 the updates "
         "of a step raised the probability of these rollouts, below 0 they lowered it.",

@@ -61,6 +61,7 @@ _SETTINGS = {
     "figure.constrained_layout.h_pad": 0.03,
     "figure.constrained_layout.w_pad": 0.03,
     "pdf.fonttype": 42,  # text stays text
+    "text.parse_math": False,  # labels may have settings, such as a system prompt with $\boxed{}$
 }
 _METADATA = {"png": {}, "pdf": {"CreationDate": None}}
 """Metadata by kind of file: no dates, so that the same figure is the same file."""

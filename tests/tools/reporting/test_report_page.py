@@ -134,6 +134,16 @@ def test_a_page_tells_of_no_method_but_its_own(tmp_path):
     assert "gspo_asym" in text and not re.search(r"gapo|fixed clip", text, re.IGNORECASE)
 
 
+def test_a_setting_may_have_any_letters(tmp_path):
+    prompt = "Put it in $\\boxed{}$."  # no formula of matplotlib's
+    runs = [
+        write_run(tmp_path / "a", "data.chat_template=true"),
+        write_run(tmp_path / "b", "data.chat_template=true", f"data.system_prompt={prompt}"),
+    ]
+    report = write_report(runs, tmp_path / "report")
+    assert f"system_prompt={prompt}" in Page(report.page.read_text()).text
+
+
 def test_the_tool_names_what_is_wrong(study, tmp_path, capsys):
     assert report_tool.main([str(tmp_path / "gone")]) == 1
     line = capsys.readouterr().err

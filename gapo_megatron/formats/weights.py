@@ -129,6 +129,7 @@ def write_hf(
     output_dir: str | Path,
     made_by: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    end_tokens: Sequence[int] = (),
     write: bool = True,
 ) -> None:
     """Write a model folder that transformers and vLLM load.
@@ -145,6 +146,7 @@ def write_hf(
         made_by: name of the command.
         max_shard_bytes: largest file, unless a single tensor or all stacked experts of a layer are
             larger; of these, one expert comes after the other.
+        end_tokens: see `carry_over`.
         write: False on all ranks but one.
 
     Raises:
@@ -166,7 +168,8 @@ def write_hf(
     with new_folder(output_dir, num_bytes=num_bytes, replace=True, is_ours=is_ours) as temporary:
         dtypes = _write_stream(itertools.chain([first], tensors), temporary, max_shard_bytes)
         stored = {dtypes[name] for name in hf_shapes([one for one in rules if not one.is_buffer])}
-        carry_over(source, temporary, dtype=stored.pop() if len(stored) == 1 else None)
+        dtype = stored.pop() if len(stored) == 1 else None
+        carry_over(source, temporary, dtype=dtype, end_tokens=end_tokens)
         mark(temporary, made_by=made_by, made_at=Path(output_dir))
 
 
@@ -250,11 +253,25 @@ def in_model_order(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:
     return [(rule, place) for _, rule, place in sorted(everything, key=position)]
 
 
-def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
+def carry_over(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    end_tokens: Sequence[int] = (),
+) -> None:
     """Copy all files but weights; if a dtype is given, config.json states it.
 
     A model that has lost layers of `Architecture.left_out` states that it has none. The copied
     config.json states no quantization: weights that were read are written as floats.
+
+    Args:
+        source: a model folder.
+        target: an existing folder.
+        dtype: dtype of all weights; None: as `source` says.
+        end_tokens: tokens with which the model has learned to end its responses:
+            generation_config.json then names them, beside its own. A base model's files often name
+            the end of a document alone, and other programs stop at nothing else.
     """
     for path in non_weight_files(source):
         copy = target / path.relative_to(source)
@@ -271,6 +288,14 @@ def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) 
     if changed != config:
         text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
+    path = target / "generation_config.json"
+    generation = read_object(path) if path.exists() else {}
+    stated = (generation if path.exists() else config).get("eos_token_id")
+    stated = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not {*end_tokens} <= {*stated}:
+        generation["eos_token_id"] = [*dict.fromkeys([*end_tokens, *stated])]
+        text = json.dumps(generation, indent=2, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

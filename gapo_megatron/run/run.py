@@ -344,7 +344,7 @@ class Run:
         self.writer.close(is_finished=True)
         self.attempt.enter("export")
         self.generation.leave_memory()  # to load offloaded weights
-        export(self.config, self.policy, self.attempt)
+        export(self.config, self.policy, self.attempt, end_tokens=self.inputs.turns.eos_token_ids)
         self.generation.close()
         self.attempt.end("finished")
 

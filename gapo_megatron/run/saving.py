@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -148,8 +149,12 @@ class Checkpoints:
         remove_journals(run_dir, before=step if oldest is None else min(step, oldest))
 
 
-def export(config: Config, policy: Policy, attempt: Attempt) -> None:
+def export(
+    config: Config, policy: Policy, attempt: Attempt, *, end_tokens: Collection[int]
+) -> None:
     """Write the trained model in Hugging Face's format, and mark the run as finished.
+
+    `end_tokens` are those that ended responses (`carry_over`).
 
     Collectives: those of `Policy.iterate_hf_weights`.
 
@@ -164,6 +169,7 @@ def export(config: Config, policy: Policy, attempt: Attempt) -> None:
         source_dir=config.model.hf_dir,
         output_dir=run_dir / "hf",
         made_by="train",
+        end_tokens=sorted(end_tokens),
         write=is_first,
     )
     if is_first:

@@ -100,6 +100,7 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
         source_dir=settings.initial_hf_dir,
         output_dir=config.model.hf_dir,
         made_by="sft",
+        end_tokens=ends.ids,
         write=world.rank == 0,
     )
     return loss

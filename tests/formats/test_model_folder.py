@@ -185,6 +185,29 @@ def test_chat_templates_by_name_are_carried(folder: Path) -> None:
         check_model_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("stated", "given", "written"),
+    [
+        ({"eos_token_id": 1, "top_k": 5}, (2, 1), {"eos_token_id": [2, 1], "top_k": 5}),
+        ({"eos_token_id": [3, 2]}, (2,), {"eos_token_id": [3, 2]}),
+        ({}, (2,), {"eos_token_id": [2]}),
+        (None, (1,), None),  # config.json, which readers then use, names it
+        (None, (2, 1), {"eos_token_id": [2, 1]}),
+    ],
+)
+def test_an_exported_model_names_what_ends_its_responses(
+    folder: Path, stated: Any, given: tuple[int, ...], written: Any
+) -> None:
+    path, target = folder / "generation_config.json", folder.parent / "carried"
+    path.unlink()
+    if stated is not None:
+        path.write_text(json.dumps(stated))
+    target.mkdir()
+    carry_over(folder, target, end_tokens=given)
+    copy = target / path.name
+    assert (json.loads(copy.read_text()) if copy.exists() else None) == written
+
+
 def test_a_folder_is_named_by_its_own_setting_and_once(folder: Path) -> None:
     facts = check_model_folder(folder)
     change(folder / "tokenizer.json", normalizer=5)

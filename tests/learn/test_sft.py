@@ -257,4 +257,6 @@ def test_a_run_lowers_the_likelihoods_loss(
     after = negative_log_likelihood(tmp_path / "after20", tokenizer)
     assert after < last  # the loss is the last step's, before its update
     assert load_tokenizer(tmp_path / "after20").get_vocab() == tokenizer.get_vocab()
+    generation = json.loads((tmp_path / "after20/generation_config.json").read_text())
+    assert generation["eos_token_id"] == [tokenizer.eos_token_id]  # of the examples
     assert negative_log_likelihood(initial, tokenizer) == before

@@ -189,6 +189,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
                 held_out=PROBLEMS[:1] if config.evaluation.every_steps else [],
                 source=PromptSource(PROBLEMS, seed=0),
                 tokenizer=None,
+                turns=SimpleNamespace(eos_token_ids={1}),
             ),
         )
         stopwatch = Stopwatch()
@@ -261,7 +262,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         monkeypatch.setattr(module, "learn", learn)
         monkeypatch.setattr(colocated, "sync", lambda *_, **__: WeightCheck(0.0, 0.0))
         monkeypatch.setattr(colocated, "carry", lambda *_, **__: ["carried"])
-        monkeypatch.setattr(module, "export", lambda *_: script.did("export"))
+        monkeypatch.setattr(module, "export", lambda *_, end_tokens: script.did("export"))
         monkeypatch.setattr(saving.checkpoint, "begin_save", begin_save)
         return Run(
             config=config,

@@ -18,7 +18,13 @@ from gapo_megatron.policy.digest import combined, tensor_sha256
 from gapo_megatron.policy.low_rank import merge, merge_squares, relative_rounding
 from gapo_megatron.types import Factors
 from gapo_tools.conversion.adapter_checkpoint import AdapterCheckpoint
-from gapo_tools.conversion.directions import TO_HF, Options, check_file_digests, find_source
+from gapo_tools.conversion.directions import (
+    TO_HF,
+    Options,
+    check_file_digests,
+    end_tokens,
+    find_source,
+)
 
 Kind = Literal["peft", "merged"]
 
@@ -92,7 +98,13 @@ def convert_adapter(
             raise ConversionError(f"the adapter has factors without a weight: {sorted(factors)}")
         _check_base(base_dir, combined(digests), adapter.base_sha256)
 
-    write_hf(weights(), source_dir=base_dir, output_dir=output_dir, made_by=TO_HF)
+    write_hf(
+        weights(),
+        source_dir=base_dir,
+        output_dir=output_dir,
+        made_by=TO_HF,
+        end_tokens=end_tokens(found, base_dir, hf_config),
+    )
     checks["base"] = f"{base_dir} has the SHA-256 of the run's base"
     checks["rounding"] = (
         f"{relative_rounding(squares):.3g} of the adapter's own size (Frobenius norms)"

@@ -20,12 +20,15 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from gapo_megatron.config import DataConfig
+from gapo_megatron.data.end_tokens import find_end_tokens
+from gapo_megatron.data.tokenizer import open_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.formats.config_check import check_config, compare_configs, read_config
 from gapo_megatron.formats.folder import MARKER_NAME, REPORT_NAME, is_marked, mark, new_folder
 from gapo_megatron.formats.manifest import MANIFEST_NAME, find_damage
 from gapo_megatron.formats.megatron_record import TRACKER, Found, find_megatron
-from gapo_megatron.formats.model_folder import check_dtypes, check_model_folder
+from gapo_megatron.formats.model_folder import VOCABULARY_FILES, check_dtypes, check_model_folder
 from gapo_megatron.formats.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.formats.weights import (
     MAX_SHARD_BYTES,
@@ -173,6 +176,7 @@ def megatron_to_hf(
             f"{padding} rows after the {hf_config.vocab_size} of the vocabulary left out"
         )
     checks["files"] = check_file_digests(found, options.num_threads)
+    ends = end_tokens(found, side_files, hf_config)
 
     def read(rule: Rule, place: Place) -> Tensor:
         where = f"{found.root}: {rule.megatron_name(place)}"
@@ -197,7 +201,8 @@ def megatron_to_hf(
                 num_threads=options.num_threads,
                 on_bytes=on_bytes,
             )
-        carry_over(side_files, folder, dtype=_new_dtype(hf_config, rules, dtypes))
+        dtype = _new_dtype(hf_config, rules, dtypes)
+        carry_over(side_files, folder, dtype=dtype, end_tokens=ends)
         hf = HfFolder(folder)
         check_config(hf.root, hf.entries)
         checks |= _gate(hf, megatron, rules, options, written="hf")
@@ -223,6 +228,21 @@ def find_source(
     for source, record in found.records.items():
         compare_configs(hf_config, record, source=str(source))
     return found, side_files, hf_config
+
+
+def end_tokens(found: Found, side_files: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """The tokens that ended responses in the run that wrote a checkpoint (`carry_over`).
+
+    None if no run wrote it, if the model's files named them all, or if there is no tokenizer.
+    """
+    section = (found.manifest and found.manifest.config.get("data")) or {}
+    named = {key: section[key] for key in ("chat_template", "end_tokens") if section.get(key)}
+    if not named or not any((side_files / name).is_file() for name in VOCABULARY_FILES):
+        return ()
+    data = DataConfig.model_validate({"train_path": "unused", **named})
+    size = hf_config.vocab_size
+    tokenizer = open_tokenizer(side_files, size)
+    return find_end_tokens(tokenizer, data, side_files, vocab_size=size).ids
 
 
 def check_file_digests(found: Found, num_threads: int) -> str:

@@ -159,6 +159,17 @@ def test_a_training_run_becomes_a_model(root, tmp_path, run_dir, place):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT_TEMPLATE
 
 
+def test_the_model_of_a_run_names_what_ended_responses(root, tmp_path, run_dir):
+    """Of a base model, whose files name the end of a document and not that of a turn."""
+    source = shutil.copytree(run_dir / "checkpoints/step_00000003", tmp_path / "step_00000003")
+    sign_document(source, lambda whole: whole["config"]["data"].update(end_tokens=[">"]))
+    succeeded(to_hf(source, tmp_path / "out", "--verify", "none"))
+    stated = json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"]
+    before = json.loads((root / "qwen2/generation_config.json").read_text()).get("eos_token_id")
+    turn = AutoTokenizer.from_pretrained(tmp_path / "out").encode(">")
+    assert stated == [*turn, *([] if before is None else [before])]
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rng_00000.pt"])
 def test_a_flipped_bit_of_a_training_run_is_refused(root, tmp_path, run_dir, name):
     source = shutil.copytree(run_dir / "checkpoints/step_00000003", tmp_path / "step_00000003")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +37,12 @@ from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.adapters import FULL_WEIGHTS
+from gapo_megatron.rewards.final_answer import OPEN, marked_text
 from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import process_group
+
+_FIRST = 16
+"""Tokens of a response that may begin a thought."""
 
 
 def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
@@ -174,6 +179,13 @@ def _read_examples(
             ) from None
         except ConfigError as error:  # the template or the tokenizer refuses it
             raise ConfigError(f"{path}:{number}: the {name}: {error}") from error
+        begun = marked_text(tokenizer, response[:_FIRST], before=prompt)
+        if re.match(rf"\s*{OPEN}\s*{OPEN}", begun):
+            raise DataError(
+                f"{path}:{number}: the response begins with {row['response'].split()[0][:20]!r}, "
+                "as the prompt ends already (data.chat_template): a thought would begin twice; "
+                "leave the first out of the responses"
+            )
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:
         raise DataError(f"{path}: has no examples")

@@ -22,6 +22,7 @@ from gapo_megatron.policy import destroy
 from gapo_megatron.run.supervised import _learning_rate, _read_examples
 from gapo_megatron.sft import train_supervised
 from gapo_tools.demonstration import demo_task as arithmetic
+from tests.chat_templates import tokenizer_of
 from tests.configs import config_of
 from tests.messages import mentions
 from tests.tokenizers import llama2_like
@@ -102,6 +103,18 @@ def test_a_response_has_the_tokens_that_continue_its_prompt(
     assert prompt.tolist() == tokenizer.encode(asked)
     assert tokenizer.convert_ids_to_tokens(response[:-1].tolist()) == tokens
     assert response[-1] == LIMITS["end"]
+
+
+def test_a_thought_that_the_template_begins_is_not_begun_again(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("r1_distill")  # its prompts end with <think> and a line break
+    limits = {"end": 3, "longest": 100}
+    data = DataConfig(train_path="unused", chat_template=True)
+    plain = {"prompt": "1+2=", "response": "Easy. I say <think> no more.</think> 3"}
+    path = write(tmp_path / "a.jsonl", plain, plain | {"response": "\n<think>\nEasy.</think> 3"})
+    with pytest.raises(DataError, match=mentions("a.jsonl:2", "'<think>'", "chat_template")):
+        _read_examples(path, tokenizer, data=data, **limits)
+    without = DataConfig(train_path="unused", chat_template=False)
+    assert len(_read_examples(path, tokenizer, data=without, **limits)) == 2
 
 
 def test_bad_examples_name_file_and_line(

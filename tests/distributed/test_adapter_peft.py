@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -91,6 +91,19 @@ def test_peft_the_merged_model_and_the_policy_compute_the_same(
     found = log_probs(PeftModel.from_pretrained(loaded(base), peft))
     # In fp32 a product more and a rounding less; measured: 3e-5.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_an_adapter_folder_names_its_base_wherever_it_is_read(
+    groups: ParallelGroups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path in the run's config may be relative; peft takes others for names of a hub."""
+    base, run, peft = (tmp_path / one for one in ("base", "run", "peft"))
+    save_model(base, "qwen2")
+    save_run(run, base, ["qkv"], groups)
+    monkeypatch.chdir(tmp_path)
+    convert_adapter(run, peft, Options(), kind="peft", base_dir=Path("base"))
+    monkeypatch.chdir("/")
+    AutoPeftModelForCausalLM.from_pretrained(peft)
 
 
 def test_factors_of_no_weight_of_the_model_are_not_left_out(

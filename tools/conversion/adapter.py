@@ -74,7 +74,7 @@ def convert_adapter(
         write_adapter(
             adapter.factors(),
             settings,
-            base_model=str(base_dir),
+            base_model=str(base_dir.absolute()),  # peft may run elsewhere
             output_dir=output_dir,
             made_by=TO_HF,
         )

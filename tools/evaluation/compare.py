@@ -28,12 +28,17 @@ class Method:
     def read(cls, text: str) -> Method:
         """Read `[LABEL=]DIR[,DIR...]`; the label defaults to the first folder's name.
 
+        A folder that is there is one, whatever signs its name has (`lr=1e-6,seed=1`).
+
         Raises:
             DataError: a folder has no results.
             ConfigError: the evaluations were sampled differently.
         """
-        label, equals, folders = text.partition("=") if "=" in text else ("", "", text)
-        paths = [Path(folder) for folder in folders.split(",")]
+        label, equals, folders = text.partition("=")
+        if not equals or Path(text.partition(",")[0]).is_dir() or Path(text).is_dir():
+            label, equals, folders = "", "", text
+        whole = Path(folders)
+        paths = [whole] if whole.is_dir() else [Path(folder) for folder in folders.split(",")]
         evaluations = [read_results(path) for path in paths]
         drawn = dict.fromkeys((one.setting, one.sampling) for one in evaluations)
         if len(drawn) > 1:

@@ -269,6 +269,12 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
     for name in ("gapo", "gapo_1"):
         write_results(results({"aime24": [seed_result(0.5, 0.6)]}), _folder(tmp_path / name))
     assert Method.read(f"{tmp_path}/gapo").label == "gapo"
+    for name in ("lr=1e-6", "lr=1e-6,seed=1"):  # as sweeps name folders
+        (tmp_path / name).mkdir()
+        write_results(results({"aime24": [seed_result(0.5)]}), tmp_path / name)
+        assert Method.read(f"{tmp_path}/{name}").label == name
+        assert Method.read(f"x={tmp_path}/{name}").label == "x"
+    assert len(Method.read(f"{tmp_path}/lr=1e-6,{tmp_path}/gapo").evaluations) == 2
     labelled = Method.read(f"x={tmp_path}/gapo,{tmp_path}/gapo_1")
     assert (labelled.label, len(labelled.evaluations)) == ("x", 2)
     with pytest.raises(DataError, match=mentions(tmp_path, "results.json")):

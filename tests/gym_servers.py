@@ -136,7 +136,7 @@ def serve_openenv(port: int = 0) -> None:
             return
         game: dict[str, Any] = {}
         for text in connection:
-            message = json.loads(text)
+            message = json.loads(text, parse_constant=refuse)
             data = message["data"]
             if message["type"] == "reset":
                 game = {"secret": data.get("seed", 0), "wrong": 0, "fault": data.get("fault", "")}
@@ -166,6 +166,11 @@ def serve_openenv(port: int = 0) -> None:
     with serve(handle, "127.0.0.1", port) as server:
         print(server.socket.getsockname()[1], flush=True)
         server.serve_forever()
+
+
+def refuse(constant: str) -> None:
+    """NaN and Infinity are no JSON."""
+    raise ValueError(constant)
 
 
 def fail(connection: Any, fault: str) -> bool:

@@ -116,7 +116,10 @@ def _tensor_type(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_slow(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's products of these 16 bits take 10 to 200 times as long as float32's."""
+    """Whether the CPU has no instructions for this 16-bit dtype; False for float32.
+
+    PyTorch's products of it then take 10 to 200 times as long.
+    """
     # Uses: torch.cpu._is_avx512_bf16_supported
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#146508

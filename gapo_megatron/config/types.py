@@ -144,7 +144,9 @@ def _check_spelling(path: str) -> str:
     if path.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded (for a folder named ~: ./~)")
     if found := _VARIABLE.search(path):
-        raise ValueError(f"must be written out: {found[0]} is not expanded")
+        raise ValueError(
+            f"must be written out: {found[0]} is not expanded (a folder of this name: rename it)"
+        )
     return path
 
 

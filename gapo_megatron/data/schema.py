@@ -372,7 +372,7 @@ def encode_prompt(
         prompt: a text; or messages, with `chat_template`.
         tokenizer: the policy's tokenizer.
         chat_template: apply its chat template; a text is a user message.
-        max_tokens: longest prompt, with the template.
+        max_tokens: longest result, with template and `response`.
         system_prompt: `data.system_prompt`.
         response: text that follows the prompt, and is tokenised with it.
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,6 +105,25 @@ def _check_readable(root: Path) -> None:
 
 
 # --- tokens --------------------------------------------------------------------------------------
+
+
+def add_end_tokens(root: Path, ids: Collection[int]) -> None:
+    """Let generation_config.json name tokens that end responses, after those that it names.
+
+    A base model's files often name the end of a document alone, and other programs stop at nothing
+    else. Without the file, transformers reads these ids, BOS and PAD from config.json.
+    """
+    path = root / "generation_config.json"
+    generation = read_object(path if path.exists() else root / "config.json")
+    if not path.exists():
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        generation = {name: generation[name] for name in names if name in generation}
+    stated = generation.get("eos_token_id")
+    stated = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if missing := sorted({*ids} - {*stated}):
+        generation["eos_token_id"] = [*stated, *missing]
+        text = json.dumps(generation, indent=2, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8")
 
 
 def end_tokens(root: Path, vocab_size: int) -> dict[str, tuple[int, ...]]:

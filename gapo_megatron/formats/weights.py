@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from gapo_megatron.errors import ConversionError
 from gapo_megatron.formats import shard
 from gapo_megatron.formats.folder import is_marked, mark, new_folder
 from gapo_megatron.formats.headers import INDEX, SINGLE
-from gapo_megatron.formats.model_folder import non_weight_files
+from gapo_megatron.formats.model_folder import add_end_tokens, non_weight_files
 from gapo_megatron.formats.model_tensors import model_tensors
 from gapo_megatron.formats.stacks import experts_of, slice_of
 from gapo_megatron.formats.workers import Read, worker_pool
@@ -129,7 +129,7 @@ def write_hf(
     output_dir: str | Path,
     made_by: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    end_tokens: Sequence[int] = (),
+    end_tokens: Collection[int] = (),
     write: bool = True,
 ) -> None:
     """Write a model folder that transformers and vLLM load.
@@ -258,7 +258,7 @@ def carry_over(
     target: Path,
     *,
     dtype: torch.dtype | None = None,
-    end_tokens: Sequence[int] = (),
+    end_tokens: Collection[int] = (),
 ) -> None:
     """Copy all files but weights; if a dtype is given, config.json states it.
 
@@ -269,9 +269,8 @@ def carry_over(
         source: a model folder.
         target: an existing folder.
         dtype: dtype of all weights; None: as `source` says.
-        end_tokens: tokens with which the model has learned to end its responses:
-            generation_config.json then names them, beside its own. A base model's files often name
-            the end of a document alone, and other programs stop at nothing else.
+        end_tokens: tokens with which the model has learned to end its responses: see
+            `add_end_tokens`.
     """
     for path in non_weight_files(source):
         copy = target / path.relative_to(source)
@@ -288,14 +287,7 @@ def carry_over(
     if changed != config:
         text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
-    path = target / "generation_config.json"
-    generation = read_object(path) if path.exists() else {}
-    stated = (generation if path.exists() else config).get("eos_token_id")
-    stated = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    if not {*end_tokens} <= {*stated}:
-        generation["eos_token_id"] = [*dict.fromkeys([*end_tokens, *stated])]
-        text = json.dumps(generation, indent=2, ensure_ascii=False) + "\n"
-        path.write_text(text, encoding="utf-8")
+    add_end_tokens(target, end_tokens)
 
 
 @dataclass(frozen=True, slots=True)

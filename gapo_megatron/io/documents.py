@@ -102,6 +102,12 @@ def read_object(path: Path, *, error: type[GapoError] = ConfigError) -> dict[str
     return content
 
 
+def sendable(value: Any) -> Any:
+    """What JSON can hold of a value: halves of characters become ?, NaN and infinities null."""
+    text = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    return json.loads(text, parse_constant=lambda name: None)
+
+
 def parse_json(
     text: str | bytes, *, where: str, error: type[GapoError] = ConfigError, is_data: bool = False
 ) -> Any:
@@ -152,7 +158,7 @@ def parse_json(
 
 def read_toml(path: str | Path, *, error: type[GapoError] = ConfigError) -> dict[str, Any]:
     """Read a TOML file; for arguments and errors see `read_text` and `parse_toml`."""
-    text = read_text(path, error=error).removeprefix("\ufeff")  # of files from Windows
+    text = read_text(path, error=error).removeprefix("\ufeff")  # Windows editors write it
     return parse_toml(text, where=str(path), error=error)
 
 

@@ -154,7 +154,7 @@ def export(
 ) -> None:
     """Write the trained model in Hugging Face's format, and mark the run as finished.
 
-    `end_tokens` are those that ended responses (`carry_over`).
+    `end_tokens`: ids at which responses ended in training; see `carry_over`.
 
     Collectives: those of `Policy.iterate_hf_weights`.
 
@@ -169,7 +169,7 @@ def export(
         source_dir=config.model.hf_dir,
         output_dir=run_dir / "hf",
         made_by="train",
-        end_tokens=sorted(end_tokens),
+        end_tokens=end_tokens,
         write=is_first,
     )
     if is_first:

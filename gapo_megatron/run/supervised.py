@@ -180,11 +180,11 @@ def _read_examples(
         except ConfigError as error:  # the template or the tokenizer refuses it
             raise ConfigError(f"{path}:{number}: the {name}: {error}") from error
         begun = marked_text(tokenizer, response[:_FIRST], before=prompt)
-        if re.match(rf"\s*{OPEN}\s*{OPEN}", begun):
+        if data.chat_template and re.match(rf"\s*{OPEN}\s*{OPEN}", begun):
             raise DataError(
                 f"{path}:{number}: the response begins with {row['response'].split()[0][:20]!r}, "
                 "as the prompt ends already (data.chat_template): a thought would begin twice; "
-                "leave the first out of the responses"
+                "leave it out of the responses"
             )
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:

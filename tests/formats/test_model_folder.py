@@ -188,11 +188,11 @@ def test_chat_templates_by_name_are_carried(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "given", "written"),
     [
-        ({"eos_token_id": 1, "top_k": 5}, (2, 1), {"eos_token_id": [2, 1], "top_k": 5}),
+        ({"eos_token_id": 1, "top_k": 5}, (3, 2, 1), {"eos_token_id": [1, 2, 3], "top_k": 5}),
         ({"eos_token_id": [3, 2]}, (2,), {"eos_token_id": [3, 2]}),
         ({}, (2,), {"eos_token_id": [2]}),
         (None, (1,), None),  # config.json, which readers then use, names it
-        (None, (2, 1), {"eos_token_id": [2, 1]}),
+        (None, (2, 1), {"eos_token_id": [1, 2], "bos_token_id": 4, "pad_token_id": 0}),
     ],
 )
 def test_an_exported_model_names_what_ends_its_responses(
@@ -202,6 +202,7 @@ def test_an_exported_model_names_what_ends_its_responses(
     path.unlink()
     if stated is not None:
         path.write_text(json.dumps(stated))
+    change(folder / "config.json", bos_token_id=4, pad_token_id=0)
     target.mkdir()
     carry_over(folder, target, end_tokens=given)
     copy = target / path.name

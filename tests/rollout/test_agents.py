@@ -319,17 +319,27 @@ def test_half_a_character_of_an_agent_is_replaced() -> None:
         url = f"{session.base_url}/chat/completions"
         headers = {"Authorization": f"Bearer {session.api_key}"}
 
+        tool = TOOLS[0]["function"] | {"description": "counts \ude00"}
+        tools = [{"type": "function", "function": tool}]
+
         def post(messages: list[Any]) -> Any:
-            body = json.dumps({"model": session.model, "messages": messages, "tools": TOOLS})
+            body = json.dumps({"model": session.model, "messages": messages, "tools": tools})
             answer = httpx.post(url, content=body, headers=headers, timeout=HANG_S)
             return answer.raise_for_status().json()["choices"][0]["message"]
 
-        asked = {"role": "user", "content": "what is \ud83d?"}
-        said = post([asked])
+        function = {"name": "calculator", "arguments": r'{"expression": "\ud83d"}'}
+        other = {"id": "call_9", "type": "function", "function": function}
+        before = [
+            {"role": "user", "content": "before"},
+            {"role": "assistant", "content": "", "tool_calls": [other]},
+            {"role": "tool", "tool_call_id": "call_9", "content": "error"},
+        ]
+        asked = [*before, {"role": "user", "content": "what is \ud83d?"}]
+        said = post(asked)
         result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "\ude00!"}
-        return str(post([asked, said, result])["content"])
+        return str(post([*asked, said, result])["content"])
 
-    (one, *_), _ = run(solve, says(CALL, "84"), prompts=PROMPTS[:1])
+    (one, *_), _ = run(solve, says("", CALL, "84"), prompts=PROMPTS[:1])
     assert (one.failure, one.final_text) == ("", "84")
     whole = TOKENIZER.decode(one.token_ids)
     assert "what is ??" in whole and "\n?!\n" in whole and whole.count("system\n") == 1

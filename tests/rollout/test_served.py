@@ -302,19 +302,24 @@ def test_a_call_that_no_server_could_get_is_the_models_mistake(
     environment = environment_of("nemo_gym", urls["nemo_gym"])
     verdict, appended = play(environment, prompt_of("nemo_gym"), [call(number), "It is 7."])
     assert verdict.grade == 1.0 and "error: the call cannot be read" in appended
-    verdict, appended = play(
-        environment, prompt_of("nemo_gym"), [call(7).replace('"guess"', '["guess"]'), "It is 7."]
-    )
-    assert verdict.grade == 1.0 and "it has no name" in appended
+    for part, other, error in (
+        ('"guess"', '["guess"]', "it has no name"),
+        ("arguments", "parameters", "it has no arguments"),  # not sent without them
+    ):
+        said = [call(7).replace(part, other), "It is 7."]
+        verdict, appended = play(environment, prompt_of("nemo_gym"), said)
+        assert verdict.grade == 1.0 and error in appended
 
 
-@pytest.mark.parametrize("missing", [float("nan"), {"of": [float("inf"), 1.5]}])
-def test_a_number_that_is_none_is_null_to_a_server(missing: Any, urls: dict[str, str]) -> None:
+@pytest.mark.parametrize("odd", [float("nan"), {"of": [float("inf"), 1.5]}, "\ud83d"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_json_cannot_hold_costs_no_episode(kind: str, odd: Any, urls: dict[str, str]) -> None:
     """pandas writes what is missing in a column of numbers as NaN; JSON has none."""
-    prompt = prompt_of("nemo_gym")
-    prompt = replace(prompt, row={**prompt.row, "difficulty": missing})
-    verdict, _ = play(environment_of("nemo_gym", urls["nemo_gym"]), prompt, ["It is 7."])
-    assert verdict.outcome is not Outcome.UNKNOWN, verdict
+    prompt = prompt_of(kind)
+    row = {**prompt.row, "odd": odd, "reset": {**prompt.row.get("reset", {}), "odd": odd}}
+    environment = environment_of(kind, urls[kind])
+    verdict, _ = play(environment, replace(prompt, row=row), turns_of(kind, 7))
+    assert verdict.grade == 1.0, verdict
 
 
 STAGES = [("nemo_gym", "tool"), ("openenv", "reset"), ("openenv", "step")]

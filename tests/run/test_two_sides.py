@@ -57,8 +57,9 @@ from tests.waiting import HANG_S, wait_until
 NUM_STEPS, EOS = 4, 1
 FACTORS = ("layer", torch.ones(2, 3), torch.ones(4, 2))
 NUM_RESPONSES = 4
-FROZEN = "frozen"
 """Responses of a generating rank in a step."""
+FROZEN = "frozen"
+"""File that says that a rank of a run is frozen."""
 PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "", "ab"[i % 2]) for i in range(20)]
 
 

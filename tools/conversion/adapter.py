@@ -22,7 +22,7 @@ from gapo_tools.conversion.directions import (
     TO_HF,
     Options,
     check_file_digests,
-    end_tokens,
+    end_tokens_of_run,
     find_source,
 )
 
@@ -103,7 +103,7 @@ def convert_adapter(
         source_dir=base_dir,
         output_dir=output_dir,
         made_by=TO_HF,
-        end_tokens=end_tokens(found, base_dir, hf_config),
+        end_tokens=end_tokens_of_run(found, base_dir, hf_config),
     )
     checks["base"] = f"{base_dir} has the SHA-256 of the run's base"
     checks["rounding"] = (

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from gapo_megatron.config import DataConfig
 from gapo_megatron.data.end_tokens import find_end_tokens
+from gapo_megatron.data.messages import bind_template
 from gapo_megatron.data.tokenizer import open_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.formats.config_check import check_config, compare_configs, read_config
@@ -176,7 +177,7 @@ def megatron_to_hf(
             f"{padding} rows after the {hf_config.vocab_size} of the vocabulary left out"
         )
     checks["files"] = check_file_digests(found, options.num_threads)
-    ends = end_tokens(found, side_files, hf_config)
+    ends = end_tokens_of_run(found, side_files, hf_config)
 
     def read(rule: Rule, place: Place) -> Tensor:
         where = f"{found.root}: {rule.megatron_name(place)}"
@@ -230,19 +231,24 @@ def find_source(
     return found, side_files, hf_config
 
 
-def end_tokens(found: Found, side_files: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
-    """The tokens that ended responses in the run that wrote a checkpoint (`carry_over`).
+def end_tokens_of_run(
+    found: Found, side_files: Path, hf_config: PretrainedConfig
+) -> tuple[int, ...]:
+    """The tokens that ended responses in the run that wrote a checkpoint, for `carry_over`.
 
-    None if no run wrote it, if the model's files named them all, or if there is no tokenizer.
+    Empty if no run wrote it, or if the folder has no tokenizer.
     """
-    section = (found.manifest and found.manifest.config.get("data")) or {}
-    named = {key: section[key] for key in ("chat_template", "end_tokens") if section.get(key)}
-    if not named or not any((side_files / name).is_file() for name in VOCABULARY_FILES):
+    if found.manifest is None or not any(
+        (side_files / name).is_file() for name in VOCABULARY_FILES
+    ):
         return ()
+    section = found.manifest.config.get("data") or {}
+    keys = ("chat_template", "chat_template_kwargs", "end_tokens")
+    named = {key: section[key] for key in keys if section.get(key)}
     data = DataConfig.model_validate({"train_path": "unused", **named})
-    size = hf_config.vocab_size
-    tokenizer = open_tokenizer(side_files, size)
-    return find_end_tokens(tokenizer, data, side_files, vocab_size=size).ids
+    tokenizer = open_tokenizer(side_files, hf_config.vocab_size)
+    bind_template(tokenizer, data)
+    return find_end_tokens(tokenizer, data, side_files, vocab_size=hf_config.vocab_size).ids
 
 
 def check_file_digests(found: Found, num_threads: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,17 +29,18 @@ class Method:
     def read(cls, text: str) -> Method:
         """Read `[LABEL=]DIR[,DIR...]`; the label defaults to the first folder's name.
 
-        A folder that is there is one, whatever signs its name has (`lr=1e-6,seed=1`).
+        An existing folder is read as one, even if its name contains `=` or `,`.
 
         Raises:
             DataError: a folder has no results.
             ConfigError: the evaluations were sampled differently.
         """
         label, equals, folders = text.partition("=")
-        if not equals or Path(text.partition(",")[0]).is_dir() or Path(text).is_dir():
+        # Not Path.is_dir, which raises for a list that is too long for a name.
+        if not equals or os.path.isdir(text.partition(",")[0]) or os.path.isdir(text):
             label, equals, folders = "", "", text
-        whole = Path(folders)
-        paths = [whole] if whole.is_dir() else [Path(folder) for folder in folders.split(",")]
+        is_one = os.path.isdir(folders)
+        paths = [Path(one) for one in ([folders] if is_one else folders.split(","))]
         evaluations = [read_results(path) for path in paths]
         drawn = dict.fromkeys((one.setting, one.sampling) for one in evaluations)
         if len(drawn) > 1:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gapo_megatron.io.documents import sendable
 from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.grammar import grammar_of
 from gapo_megatron.rollout.alternatives import MOST_ALTERNATIVES
@@ -167,13 +168,13 @@ def read_message(message: Any, *, where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, *, where: str) -> str:
-    """Text of a message, which may have several parts. Halves of characters are replaced."""
+    """Text of a message, which may have several parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise RefusedError(f"{where}.content must be text, not {part!r:.100}", where)
-    return "".join(part["text"] for part in parts).encode(errors="replace").decode()
+    return "".join(part["text"] for part in parts)
 
 
 def _read_tool_call(call: Any, *, where: str) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def _read_tool_call(call: Any, *, where: str) -> dict[str, Any]:
         raise RefusedError(f"{where}.tool_calls: {error} is missing", where) from None
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # otherwise the model's own words
-            arguments = json.loads(arguments)
+            arguments = sendable(json.loads(arguments))
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

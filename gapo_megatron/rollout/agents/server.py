@@ -11,6 +11,7 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.io.documents import sendable
 from gapo_megatron.rollout.agents import responses
 from gapo_megatron.rollout.agents.errors import RefusedError
 from gapo_megatron.rollout.agents.live import LiveAgent
@@ -104,7 +105,7 @@ class Server:
 
         agent = self._find(request)
         try:
-            body = json.loads(await _read(request))
+            body = sendable(json.loads(await _read(request)))  # no tokenizer takes half characters
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"the request must be JSON: {error}") from None
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"

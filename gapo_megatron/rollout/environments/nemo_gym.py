@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from gapo_megatron.errors import ConfigError, DataError, shown
+from gapo_megatron.io.documents import sendable
 from gapo_megatron.rollout.chat import ChatTurns
 from gapo_megatron.rollout.environments.served import MOST_BYTES, Served, read_object, read_reward
 from gapo_megatron.rollout.environments.tools import find_calls, read_call
@@ -88,7 +89,6 @@ class NemoGym(Served["_Session"]):
         row = {key: one for key, one in episode.prompt.row.items() if key not in _NOT_OF_GYM}
         if not isinstance(row.get(REQUEST), dict):
             raise LookupError(f"the row needs the column {REQUEST}, an object, as NeMo Gym's have")
-        row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # NaN: pandas' null
         # Never a connection that the server may have closed while the model wrote its turn.
         limits = httpx.Limits(max_keepalive_connections=0)
         transport = httpx.HTTPTransport(verify=self._ssl, limits=limits)
@@ -152,7 +152,7 @@ class _Session:
                 is an answer to the model.
             httpx.HTTPError: no connection, no whole answer, or none in time.
         """
-        with self._client.stream("POST", path, json=body) as response:
+        with self._client.stream("POST", path, json=sendable(body)) as response:
             parts, size = [], 0
             for part in response.iter_bytes():
                 parts.append(part)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from websockets.sync.client import ClientConnection, connect
 
 from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.io.documents import sendable
 from gapo_megatron.rewards.conversation import prompt_messages
 from gapo_megatron.rollout.agents.conversation import first_token
 from gapo_megatron.rollout.chat import ChatTemplate, ChatTurns
@@ -160,7 +161,7 @@ class _Session:
             ValueError: or with what is no observation.
             OSError, websockets.WebSocketException: no answer, or none in time.
         """
-        self._connection.send(json.dumps({"type": kind, "data": data}))
+        self._connection.send(json.dumps(sendable({"type": kind, "data": data})))
         answer = read_object(self._connection.recv(timeout=self._timeout_s), where=kind)
         found = answer.get("data")
         if answer.get("type") == "error":

@@ -10,13 +10,13 @@ A call is written as Qwen's and Hermes' chat templates write it:
 from __future__ import annotations
 
 import ast
+import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.data.messages import special_pattern, without_special
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.io.documents import parse_json
 from gapo_megatron.isolation import SYSTEM_PYTHON
 from gapo_megatron.rewards.code import check_programs, run_program
 from gapo_megatron.rewards.final_answer import CALL, final_answer
@@ -159,17 +159,22 @@ def find_calls(text: str) -> list[str]:
 
 
 def read_call(call: str) -> tuple[str, Any]:
-    """`name` and `arguments` of a call; without arguments an empty object.
+    """`name` and `arguments` of a call; of a name alone an empty object.
 
     Raises:
-        DataError: it is no JSON that a server or an agent could be sent: half a character and NaN
-            are none.
+        DataError: it is no JSON, or none that a server or an agent can be sent (half a character,
+            NaN); or it has no name, or something else than arguments.
     """
-    read = parse_json(call, where="the call cannot be read: it", error=DataError)
-    name = read.get("name") if isinstance(read, dict) else None
-    if not isinstance(name, str):
+    try:
+        read = json.loads(call)
+        json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the call cannot be read: {error}") from None
+    if not isinstance(read, dict) or not isinstance(read.get("name"), str):
         raise DataError("the call cannot be read: it has no name")
-    return name, read.get("arguments", {})
+    if "arguments" not in read and len(read) > 1:
+        raise DataError("the call cannot be read: it has no arguments")
+    return read["name"], read.get("arguments", {})
 
 
 def calculate(expression: str) -> str:

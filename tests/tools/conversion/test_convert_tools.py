@@ -167,7 +167,7 @@ def test_the_model_of_a_run_names_what_ended_responses(root, tmp_path, run_dir):
     stated = json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"]
     before = json.loads((root / "qwen2/generation_config.json").read_text()).get("eos_token_id")
     turn = AutoTokenizer.from_pretrained(tmp_path / "out").encode(">")
-    assert stated == [*turn, *([] if before is None else [before])]
+    assert stated == [*([] if before is None else [before]), *turn]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rng_00000.pt"])

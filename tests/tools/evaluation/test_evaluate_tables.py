@@ -265,7 +265,7 @@ def test_average_needs_all_six_under_the_same_seed() -> None:
     assert results(values).values("average", 1) == []
 
 
-def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
+def test_methods_are_read_by_label_and_folders(tmp_path, monkeypatch) -> None:
     for name in ("gapo", "gapo_1"):
         write_results(results({"aime24": [seed_result(0.5, 0.6)]}), _folder(tmp_path / name))
     assert Method.read(f"{tmp_path}/gapo").label == "gapo"
@@ -275,6 +275,8 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
         assert Method.read(f"{tmp_path}/{name}").label == name
         assert Method.read(f"x={tmp_path}/{name}").label == "x"
     assert len(Method.read(f"{tmp_path}/lr=1e-6,{tmp_path}/gapo").evaluations) == 2
+    monkeypatch.chdir(tmp_path)  # forty names, together longer than a name may be
+    assert len(Method.read(f"x={','.join(['lr=1e-6'] * 40)}").evaluations) == 40
     labelled = Method.read(f"x={tmp_path}/gapo,{tmp_path}/gapo_1")
     assert (labelled.label, len(labelled.evaluations)) == ("x", 2)
     with pytest.raises(DataError, match=mentions(tmp_path, "results.json")):

@@ -313,6 +313,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\begin{pmatrix}1\\[4pt]2\end{pmatrix}", "(1,2)"),
             ("-2", r"\begin{vmatrix*}1&2\\3&4\end{vmatrix*}"),
             ("x=1,y=2", r"\begin{cases}x=1\\[4pt]y=2\end{cases}"),
+            ("x=1,y=2", r"{\begin{cases}x=1\\ y=2\end{cases}}."),
             ("x=1,y=2", r"\cases{x=1\cr y=2}"),
         ],
         [

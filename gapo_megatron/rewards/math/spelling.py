@@ -101,7 +101,7 @@ def clean(text: str) -> str:
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
     if "\\over" in text or "\\choose" in text:
         text = _OVER.sub(_from_between, f"{{{text}}}")
-    text = strip_braces(text)
+    text = strip_braces(re.sub(r"(?<=\})[ .,;]+$", "", text))
     # Commands.
     if "\\" in text:
         text = _IN_BRACES.sub(r"\\begin{\1}\2\\end{\1}", text)

@@ -101,7 +101,7 @@ def clean(text: str) -> str:
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
     if "\\over" in text or "\\choose" in text:
         text = _OVER.sub(_from_between, f"{{{text}}}")
-    text = strip_braces(re.sub(r"(?<=\})[ .,;]+$", "", text))
+    text = strip_braces(text)
     # Commands.
     if "\\" in text:
         text = _IN_BRACES.sub(r"\\begin{\1}\2\\end{\1}", text)
@@ -135,10 +135,10 @@ def clean(text: str) -> str:
 
 
 def strip_braces(text: str) -> str:
-    """Remove braces around all of the text."""
+    """Remove braces around all of the text, and the full stop behind them."""
     text = text.strip()
-    while text.startswith("{") and closing_bracket(text, 0) == len(text):
-        text = text[1:-1].strip()
+    while text.startswith("{") and (end := closing_bracket(text, 0)) >= len(text.rstrip(" .,;")):
+        text = text[1 : end - 1].strip()
     return text
 
 

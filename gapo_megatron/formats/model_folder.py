@@ -112,6 +112,10 @@ def add_end_tokens(root: Path, ids: Collection[int]) -> None:
 
     A base model's files often name the end of a document alone, and other programs stop at nothing
     else. Without the file, transformers reads these ids, BOS and PAD from config.json.
+
+    Args:
+        root: the folder of a model that is being written.
+        ids: token ids; nothing is written if the file names all of them.
     """
     path = root / "generation_config.json"
     generation = read_object(path if path.exists() else root / "config.json")

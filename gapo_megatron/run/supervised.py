@@ -43,6 +43,7 @@ from gapo_megatron.run import process_group
 
 _FIRST = 16
 """Tokens of a response that may begin a thought."""
+_THOUGHT_TWICE = re.compile(rf"\s*{OPEN}\s*{OPEN}")
 
 
 def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
@@ -179,12 +180,13 @@ def _read_examples(
             ) from None
         except ConfigError as error:  # the template or the tokenizer refuses it
             raise ConfigError(f"{path}:{number}: the {name}: {error}") from error
-        begun = marked_text(tokenizer, response[:_FIRST], before=prompt)
-        if data.chat_template and re.match(rf"\s*{OPEN}\s*{OPEN}", begun):
+        if data.chat_template and _THOUGHT_TWICE.match(
+            marked_text(tokenizer, response[:_FIRST], before=prompt)
+        ):
             raise DataError(
                 f"{path}:{number}: the response begins with {row['response'].split()[0][:20]!r}, "
-                "as the prompt ends already (data.chat_template): a thought would begin twice; "
-                "leave it out of the responses"
+                "which the template has at the end of the prompt (data.chat_template): a thought "
+                "would begin twice; leave it out of the responses"
             )
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:

@@ -221,7 +221,6 @@ def test_the_pool_wakes_to_look_at_a_worker_that_says_nothing(clock, tmp_path, m
 
 
 COMPUTES = """```python
-import threading
 import time
 while time.process_time() < 1: pass
 print(input())
@@ -449,7 +448,6 @@ def test_closing_leaves_no_process():
 # A trainer whose workers are: idle, at their import, and in an instruction that never ends.
 TRAINER = """
 import sys
-import threading
 from gapo_megatron.rewards import Pool
 idle, hanging = (Pool("tests.reward_setup", num_workers=1, timeout_s=3600) for _ in range(2))
 idle.wait_until_ready(); hanging.wait_until_ready()

@@ -50,6 +50,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _a_cpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all CPUs the one that multiplies float32 copies, which no GPU has."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
 def make(folder: Path, fields: dict[str, Any], parallel: dict[str, Any], **model: Any) -> Any:
     # Sequences of 64 tokens fill 256 evenly.
     return make_config(
